@@ -6,8 +6,13 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SHIPPED = ("notebooks/*.ipynb", "notebooks/*.yaml", "results/**/*.parquet", "results/times.json",
-           "requirements.lock")  # fmt: skip
+SHIPPED = (
+    "notebooks/*.ipynb",
+    "notebooks/*.yaml",
+    "results/**/*.parquet",
+    "results/times.json",
+    "requirements.lock",
+)
 
 
 class Build(build_py):

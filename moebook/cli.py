@@ -26,9 +26,16 @@ from moebook.errors import nearest, refuse, told
 
 LIVE = ("smoke", "cpu", "gpu", "paper")
 """The tiers at which a whole book can be executed; the others are of pools."""
-ENDS = ("SIGHUP", "SIGTERM")  # signals that end a command in good order; Windows has no SIGHUP
+ENDS = (
+    "SIGHUP",
+    "SIGTERM",
+)  # signals that end a command in good order; Windows has no SIGHUP
 
-BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+BARS = (
+    "TQDM_DISABLE",
+    "HF_HUB_DISABLE_PROGRESS_BARS",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS",
+)
 
 MODELS = Path(__file__).parent / "models"
 BASES = sorted(path.parent.name for path in MODELS.glob("*/recipe.yaml"))
@@ -65,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     for name in ENDS:
         number = getattr(signal, name, None)
-        if number is None or signal.getsignal(number) is signal.SIG_IGN:  # as under nohup
+        if (
+            number is None or signal.getsignal(number) is signal.SIG_IGN
+        ):  # as under nohup
             continue
         signal.signal(number, _terminate)
     if arguments is None:  # the command itself, and no caller of ours
@@ -141,7 +150,9 @@ def _report(arguments: Sequence[str] | None) -> str:
     text = f"{system}\n{arguments or sys.argv[1:]}\n\n{traceback.format_exc()}"
     try:
         handle, name = tempfile.mkstemp(prefix="moebook-", suffix=".txt")
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+        with os.fdopen(
+            handle, "w", encoding="utf-8", errors="backslashreplace"
+        ) as file:
             file.write(text)
     except OSError as error:
         return f"(its traceback could not be kept: {told(error)})"
@@ -160,7 +171,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (function, wanted) in COMMANDS.items():
         text = _headline(function.__doc__)
-        sub: Parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub: Parser = commands.add_parser(
+            name, help=text, description=text, allow_abbrev=False
+        )
         sub.set_defaults(command=function, parser=sub)
         for words, rules in wanted:
             sub.add_argument(*words, **rules)
@@ -200,8 +213,12 @@ def command(*options: Option) -> Callable[[Command], Command]:
 
 @command(
     option("notebook", help="short name, such as pesc"),
-    option("--on", "--tier", dest="protocol", default="cpu", metavar="PROTOCOL", help=ON),
-    option("-p", action="append", default=[], metavar="NAME=VALUE", help="set a parameter"),
+    option(
+        "--on", "--tier", dest="protocol", default="cpu", metavar="PROTOCOL", help=ON
+    ),
+    option(
+        "-p", action="append", default=[], metavar="NAME=VALUE", help="set a parameter"
+    ),
     option("--force", action="store_true", help="run even if nothing has changed"),
 )
 def run(options: argparse.Namespace) -> int:
@@ -222,12 +239,27 @@ def run(options: argparse.Namespace) -> int:
 
 @command(
     option("notebook", nargs="?", help="short name, such as pesc"),
-    option("--on", dest="protocol", metavar="PROTOCOL", help="a parameter file, such as nano"),
+    option(
+        "--on",
+        dest="protocol",
+        metavar="PROTOCOL",
+        help="a parameter file, such as nano",
+    ),
     option("--seeds", metavar="SEEDS", help="such as 0-9 or 3,5"),
     option("--arms", help="names with commas, or all (default: the protocol's)"),
     option("--jobs", type=int, metavar="N", help="runs at a time (default: cores)"),
-    option("--engine", default="local", choices=("local", "ray"), help="executor (default: local)"),
-    option("--gpus-per-run", type=float, metavar="N", help="with ray, 0.5 too (default: none)"),
+    option(
+        "--engine",
+        default="local",
+        choices=("local", "ray"),
+        help="executor (default: local)",
+    ),
+    option(
+        "--gpus-per-run",
+        type=float,
+        metavar="N",
+        help="with ray, 0.5 too (default: none)",
+    ),
     option("--add", metavar="FILE", help="add an executed notebook instead"),
 )
 def study(options: argparse.Namespace) -> int:
@@ -279,14 +311,26 @@ def list_(options: argparse.Namespace) -> int:
 
 @command(
     option("notebook", nargs="?", help="short name, such as pesc"),
-    option("--on", "--tier", dest="protocol", default="paper", metavar="PROTOCOL", help=ON),
-    option("--gpu", default="h100", metavar="NAME", help="such as h200x8 (default: h100)"),
-    option("-p", action="append", default=[], metavar="NAME=VALUE", help="set a parameter"),
-    option("--price", type=float, help="dollars an hour and GPU (default: an assumption)"),
+    option(
+        "--on", "--tier", dest="protocol", default="paper", metavar="PROTOCOL", help=ON
+    ),
+    option(
+        "--gpu", default="h100", metavar="NAME", help="such as h200x8 (default: h100)"
+    ),
+    option(
+        "-p", action="append", default=[], metavar="NAME=VALUE", help="set a parameter"
+    ),
+    option(
+        "--price", type=float, help="dollars an hour and GPU (default: an assumption)"
+    ),
     option("--efficiency", type=float, help="of the roofline (default: 0.5)"),
     option("--tokens", type=int, help="mean of a training row (default: its most)"),
-    option("--record", action="store_true", help="plan the papers' settings, for the book"),
-    option("--measure", action="store_true", help="measure what is predicted, on --device"),
+    option(
+        "--record", action="store_true", help="plan the papers' settings, for the book"
+    ),
+    option(
+        "--measure", action="store_true", help="measure what is predicted, on --device"
+    ),
     option("--device", default="cpu", help="auto, cpu, cuda (default: cpu)"),
 )
 def plan(options: argparse.Namespace) -> int:
@@ -338,7 +382,9 @@ def book(options: argparse.Namespace) -> int:
     return 0
 
 
-@command(option("--port", type=int, default=8000, help="of this machine (default: 8000)"))
+@command(
+    option("--port", type=int, default=8000, help="of this machine (default: 8000)")
+)
 def serve(options: argparse.Namespace) -> int:
     """Show the rendered book to browsers on this machine."""
     from moebook import results
@@ -351,25 +397,62 @@ def serve(options: argparse.Namespace) -> int:
 
 
 @command(
-    option("base", help="nano, nano-moe, smollm2, a folder, or org/name@commit of the hub"),
-    option("--tasks", required=True, metavar="NAMES", help="of lm-eval or of ours, with commas"),
-    option("--data", metavar="FOLDER", help="data sets in the hub's files, instead of the hub"),
-    option("--limit", type=int, metavar="N", help="first rows of each task (default: all)"),
+    option(
+        "base", help="nano, nano-moe, smollm2, a folder, or org/name@commit of the hub"
+    ),
+    option(
+        "--tasks",
+        required=True,
+        metavar="NAMES",
+        help="of lm-eval or of ours, with commas",
+    ),
+    option(
+        "--data",
+        metavar="FOLDER",
+        help="data sets in the hub's files, instead of the hub",
+    ),
+    option(
+        "--limit", type=int, metavar="N", help="first rows of each task (default: all)"
+    ),
     option("--device", default="auto", help="auto, cpu, cuda (default: auto)"),
-    option("--batch", type=int, default=16, help="sequences a forward pass (default: 16)"),
-    option("--samples", type=int, default=1, help="programs per task of humaneval and mbpp"),
-    option("--temperature", type=float, default=0.0, help="at which to sample them (default: 0)"),
+    option(
+        "--batch", type=int, default=16, help="sequences a forward pass (default: 16)"
+    ),
+    option(
+        "--samples", type=int, default=1, help="programs per task of humaneval and mbpp"
+    ),
+    option(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="at which to sample them (default: 0)",
+    ),
     option("--k", type=int, default=1, help="k of pass@k (default: 1)"),
-    option("--keep", metavar="FOLDER", help="keep programs and verdicts, and resume from here"),
-    option("--judge", metavar="FOLDER", help="grade by MOEBOOK_JUDGE_URL, _MODEL; keep replies"),
-    option("--budget", type=float, default=float("inf"), help="most that the judge may cost"),
+    option(
+        "--keep",
+        metavar="FOLDER",
+        help="keep programs and verdicts, and resume from here",
+    ),
+    option(
+        "--judge",
+        metavar="FOLDER",
+        help="grade by MOEBOOK_JUDGE_URL, _MODEL; keep replies",
+    ),
+    option(
+        "--budget",
+        type=float,
+        default=float("inf"),
+        help="most that the judge may cost",
+    ),
 )
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate a base on benchmarks, beside chance and its model card."""
     from moebook import evaluation, models
     from moebook.evaluation import code, judge
 
-    sampling = code.Sampling(samples=options.samples, temperature=options.temperature, k=options.k)
+    sampling = code.Sampling(
+        samples=options.samples, temperature=options.temperature, k=options.k
+    )
     asks = None
     if options.judge:  # refused without its address, before a model is loaded
         asks = judge.Endpoint.from_environment(budget=options.budget)
@@ -416,7 +499,11 @@ def doctor(options: argparse.Namespace) -> int:
     for finding in examine(Path.cwd()):
         print(finding, flush=True)
         ready &= not finding.failures
-    print("this machine is ready" if ready else "not ready: see the lines that begin with FAILS")
+    print(
+        "this machine is ready"
+        if ready
+        else "not ready: see the lines that begin with FAILS"
+    )
     return int(not ready)
 
 
@@ -443,7 +530,9 @@ def compare(options: argparse.Namespace) -> int:
 
 
 @command(
-    option("op", nargs="?", help="such as experts, or shards; all ops by default, recorded"),
+    option(
+        "op", nargs="?", help="such as experts, or shards; all ops by default, recorded"
+    ),
     option("--peers", action="store_true", help="list the peers that are installed"),
     option("--threads", type=int, default=1, help="CPU threads (default: 1)"),
     option("--device", default="auto", help="auto, cpu, cuda (default: auto)"),
@@ -462,20 +551,33 @@ def bench(options: argparse.Namespace) -> int:
     from moebook.bench import report, scaling
 
     if options.peers:
-        others = (options.op, options.scale, options.device, options.rounds, options.threads)
+        others = (
+            options.op,
+            options.scale,
+            options.device,
+            options.rounds,
+            options.threads,
+        )
         if others != (None, None, "auto", 5, 1):
-            refuse("E-USAGE", "moebook bench: --peers takes neither an op nor another option")
+            refuse(
+                "E-USAGE",
+                "moebook bench: --peers takes neither an op nor another option",
+            )
         print(benches.installed().to_string())
         return 0
     if options.op == "shards":
         if (options.device, options.threads) != ("auto", 1):
-            refuse("E-USAGE", "moebook bench: shards takes neither --device nor --threads")
+            refuse(
+                "E-USAGE", "moebook bench: shards takes neither --device nor --threads"
+            )
         print(scaling.throughput(options.scale or "small", options.rounds).to_string())
         return 0
     folder = results.checkout()
     device = options.device
     names = None if options.op is None else [options.op]
-    frame = benches.measure(names, scale=options.scale, device=device, rounds=options.rounds)
+    frame = benches.measure(
+        names, scale=options.scale, device=device, rounds=options.rounds
+    )
     print(report.table(frame), flush=True)
     growth = benches.growth(names, device=device)
     print(f"\n{report.growth_table(growth)}")
@@ -492,7 +594,9 @@ def bench(options: argparse.Namespace) -> int:
 
 @command(
     option("base", choices=BASES, help="the base to pretrain"),
-    option("--steps", type=int, help="stop after this many steps; the next call continues"),
+    option(
+        "--steps", type=int, help="stop after this many steps; the next call continues"
+    ),
     option("--device", default="cpu", help="auto, cpu, cuda (default: cpu)"),
 )
 def pretrain(options: argparse.Namespace) -> int:

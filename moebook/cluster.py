@@ -16,7 +16,10 @@ from moebook.errors import refuse
 def needs(gpus: float) -> dict[str, float]:
     """Return what one run or actor takes of its node: a CPU, and a part of a GPU or whole ones."""
     if gpus and not (0.0001 <= gpus <= 1 or (gpus > 1 and gpus % 1 == 0)):
-        refuse("E-RANGE", f"GPUs of a run are {gpus:g}, expected a part of one or a whole number")
+        refuse(
+            "E-RANGE",
+            f"GPUs of a run are {gpus:g}, expected a part of one or a whole number",
+        )
     return {"CPU": 1.0} | ({"GPU": gpus} if gpus else {})
 
 
@@ -39,7 +42,9 @@ def joined(gpus: float, address: str = "auto", **environment: Any) -> Iterator[A
         if not there:
             ray.init(address=address, runtime_env=environment, **quiet)
     except ConnectionError:
-        refuse("E-CLUSTER", "no Ray cluster is running here; start one: ray start --head")
+        refuse(
+            "E-CLUSTER", "no Ray cluster is running here; start one: ray start --head"
+        )
     try:
         if lack := lacking(ray, gpus):
             refuse("E-CLUSTER", lack)

@@ -13,7 +13,9 @@ LONGEST = 2000  # characters of a message
 SYSTEM = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EIO), "E-DISK")
 SYSTEM |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "E-PERM")
 FULL = (errno.ENOSPC, errno.EDQUOT)
-LESS = "close other programs, or ask for less at once: a smaller base or batch, fewer jobs"
+LESS = (
+    "close other programs, or ask for less at once: a smaller base or batch, fewer jobs"
+)
 # What says that memory ran out: exceptions of Python, NumPy, Arrow and torch by their names, a
 # GPU's libraries, and the system where a process, a thread or a mapped file finds no room.
 _MEMORY = re.compile(
@@ -136,5 +138,8 @@ def shown(value: object) -> str:
     """Write a value for a refusal: the beginning of its ``repr``, or its type where it has none."""
     try:
         return repr(value)[:200]
-    except (RecursionError, ValueError):  # nested too deeply, an int of more than 4,300 digits
+    except (
+        RecursionError,
+        ValueError,
+    ):  # nested too deeply, an int of more than 4,300 digits
         return f"a {type(value).__name__} too large to show"

@@ -34,13 +34,21 @@ def rates(name: str, text: str) -> list[float]:
             continue
         rate = _rate(f"{name} lists '{part.strip()}'", part)
         if f"{rate:g}" in found:
-            digits = "" if rate == found[f"{rate:g}"] else ", to the six digits of a value's name"
-            refuse("E-RANGE", f"{name} lists {rate:g} twice{digits}: give each rate once")
+            digits = (
+                ""
+                if rate == found[f"{rate:g}"]
+                else ", to the six digits of a value's name"
+            )
+            refuse(
+                "E-RANGE", f"{name} lists {rate:g} twice{digits}: give each rate once"
+            )
         found[f"{rate:g}"] = rate
     return list(found.values())
 
 
-def rates_by_name(name: str, text: str, known: Iterable[str] | None = None) -> dict[str, float]:
+def rates_by_name(
+    name: str, text: str, known: Iterable[str] | None = None
+) -> dict[str, float]:
     """Read a parameter that gives learning rates by name, ``dense=0.004, sparse=0.002``.
 
     Each name stands there once, and is a known one where these are given; empty for none.
@@ -52,7 +60,10 @@ def rates_by_name(name: str, text: str, known: Iterable[str] | None = None) -> d
             continue
         one, equals, number = (piece.strip() for piece in part.partition("="))
         if not equals:
-            refuse("E-RANGE", f"{name} holds '{one}': expected name=rate, as in dense=0.001")
+            refuse(
+                "E-RANGE",
+                f"{name} holds '{one}': expected name=rate, as in dense=0.001",
+            )
         if choices is not None:
             refuse_unknown(one, choices, "E-RANGE", f"{name} names '{one}':")
         if one in found:
@@ -68,5 +79,7 @@ def _rate(given: str, text: str) -> float:
     except ValueError:
         rate = math.nan
     if not 0 < rate < 1:
-        refuse("E-RANGE", f"{given}: expected a number above 0 and below 1, as in 0.001")
+        refuse(
+            "E-RANGE", f"{given}: expected a number above 0 and below 1, as in 0.001"
+        )
     return rate

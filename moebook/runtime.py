@@ -32,9 +32,22 @@ QUIET = "MOEBOOK_QUIET"  # set to 1 where notebooks are executed for the book
 RESUME = "MOEBOOK_RESUME"  # set there too: the folder of the run's checkpoints
 FOUND = "found.json"  # in a training's folder there: its seconds when the run was taken up again
 PACKAGES = (
-    "torch", "transformers", "peft", "accelerate", "bitsandbytes", "safetensors", "datasets",
-    "lm-eval", "numpy", "scipy", "pandas", "scikit-learn", "triton", "papermill", "ipykernel",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "bitsandbytes",
+    "safetensors",
+    "datasets",
+    "lm-eval",
+    "numpy",
+    "scipy",
+    "pandas",
+    "scikit-learn",
+    "triton",
+    "papermill",
+    "ipykernel",
+)
 
 
 @checked
@@ -49,19 +62,27 @@ def seed_everything(seed: Annotated[int, Field(ge=0, lt=2**32)]) -> None:
 
 def processes() -> tuple[int, int]:
     """Return this process's number and how many ``accelerate launch`` started, else (0, 1)."""
-    given = [name for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE") if name in os.environ]
+    given = [
+        name for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE") if name in os.environ
+    ]
     if "LOCAL_RANK" not in given:
         # accelerate sets an address for several processes, and with --cpu starts one of them
         if {"MASTER_PORT", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys():
-            refuse("E-USAGE", "accelerate launch started one process of several; start them with "
-                   "torchrun --nproc-per-node N, or leave --num_processes away")  # fmt: skip
+            refuse(
+                "E-USAGE",
+                "accelerate launch started one process of several; start them with "
+                "torchrun --nproc-per-node N, or leave --num_processes away",
+            )
         return 0, 1
     try:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
         found = ", ".join(f"{name}={os.environ[name]}" for name in given)
-        refuse("E-USAGE", f"{found} is no place among processes; set LOCAL_RANK, RANK and "
-               "WORLD_SIZE to numbers, or none of them")  # fmt: skip
+        refuse(
+            "E-USAGE",
+            f"{found} is no place among processes; set LOCAL_RANK, RANK and "
+            "WORLD_SIZE to numbers, or none of them",
+        )
 
 
 def resolve_device(name: str) -> torch.device:
@@ -76,7 +97,10 @@ def resolve_device(name: str) -> torch.device:
     names = ["cpu", "cuda", *(f"cuda:{index}" for index in range(present))]
     kind, _, index = name.partition(":")
     if kind == "cuda" and int(index if index.isdecimal() else 0) >= present:
-        refuse("E-DEVICE", f"device '{name}' is not on this machine ({present} GPUs); use cpu")
+        refuse(
+            "E-DEVICE",
+            f"device '{name}' is not on this machine ({present} GPUs); use cpu",
+        )
     refuse_unknown(name, ["auto", *names], "E-DEVICE", f"unknown device '{name}':")
     return torch.device(name)
 
@@ -86,12 +110,19 @@ def resolve_dtype(name: str, device: str | torch.device) -> torch.dtype:
     import torch
 
     gpu = torch.device(device).type == "cuda"
-    able = {"float32": True, "float16": gpu, "bfloat16": not gpu or torch.cuda.is_bf16_supported()}
+    able = {
+        "float32": True,
+        "float16": gpu,
+        "bfloat16": not gpu or torch.cuda.is_bf16_supported(),
+    }
     if name == "auto":
         name = "bfloat16" if gpu and able["bfloat16"] else "float32"
     refuse_unknown(name, ["auto", *able], "E-DTYPE", f"unknown dtype '{name}':")
     if not able[name]:
-        refuse("E-DTYPE", f"dtype {name} needs a GPU that has it, not {device}; use float32")
+        refuse(
+            "E-DTYPE",
+            f"dtype {name} needs a GPU that has it, not {device}; use float32",
+        )
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -101,7 +132,9 @@ class Timing:
     """What a block of code cost."""
 
     seconds: float = 0.0  # wall-clock time
-    memory: int | None = None  # peak bytes: torch's on a GPU, else the process's if on Linux
+    memory: int | None = (
+        None  # peak bytes: torch's on a GPU, else the process's if on Linux
+    )
 
 
 @contextmanager
@@ -132,15 +165,21 @@ def stopwatch(device: str | torch.device = "cpu") -> Iterator[Timing]:
 
 def peak_memory(pid: int | str = "self", mark: str = "VmHWM") -> int | None:
     """Return a process's peak resident bytes since its last `stopwatch`, or now's by ``VmRSS``."""
-    with suppress(OSError):  # it has ended, or the system, not Linux, keeps no such mark
-        if found := re.search(rf"^{mark}:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M):
+    with suppress(
+        OSError
+    ):  # it has ended, or the system, not Linux, keeps no such mark
+        if found := re.search(
+            rf"^{mark}:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M
+        ):
             return int(found[1]) * 1024
     return None
 
 
 def cores() -> int:
     """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    )
 
 
 def environment() -> dict[str, Any]:
@@ -149,12 +188,16 @@ def environment() -> dict[str, Any]:
 
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     info = Path("/proc/cpuinfo")
-    model = re.search(r"^model name.*?: *(.*)", info.read_text() if info.exists() else "", re.M)
+    model = re.search(
+        r"^model name.*?: *(.*)", info.read_text() if info.exists() else "", re.M
+    )
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "versions": versions(),
-        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
+        "cpu": model[1].strip()
+        if model
+        else platform.processor() or platform.machine(),
         "cores": cores(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": torch.get_num_threads(),
@@ -166,18 +209,24 @@ def environment() -> dict[str, Any]:
 @cache
 def versions() -> dict[str, str]:
     """List the versions of the installed packages that results may depend on; read once."""
-    present = [name for name in PACKAGES if any(importlib.metadata.distributions(name=name))]
+    present = [
+        name for name in PACKAGES if any(importlib.metadata.distributions(name=name))
+    ]
     return {name: importlib.metadata.version(name) for name in present}
 
 
-def progress(iterable: Iterable[Item], desc: str = "", total: int | None = None) -> Iterable[Item]:
+def progress(
+    iterable: Iterable[Item], desc: str = "", total: int | None = None
+) -> Iterable[Item]:
     """Show a progress bar around the first process's loop, in a terminal and in Jupyter.
 
     It is plain text: widgets leave dead boxes in a rendered page.
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     kernel = getattr(shell, "kernel", None)  # papermill's cannot ask for input
-    watched = sys.stderr.isatty() if kernel is None else getattr(kernel, "_allow_stdin", True)
+    watched = (
+        sys.stderr.isatty() if kernel is None else getattr(kernel, "_allow_stdin", True)
+    )
     if os.environ.get(QUIET) == "1" or not watched or processes()[0]:
         return iterable
     return tqdm(iterable, desc=desc or None, total=total, leave=False)

@@ -39,7 +39,9 @@ from moebook.errors import located, nearest, refuse, refuse_unknown, shown
 Kind = TypeVar("Kind")
 Given = ParamSpec("Given")
 # Strict: True is no number, "3" neither. A whole number serves as a float.
-CHECKS = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, extra="forbid")
+CHECKS = ConfigDict(
+    strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, extra="forbid"
+)
 CODES = {
     "literal_error": "E-CHOICE",
     "unexpected_keyword_argument": "E-CHOICE",
@@ -69,7 +71,9 @@ def _name_of_a_file(place: Any) -> Any:
     if "\0" in name:
         raise PydanticCustomError("name", "expected a name without NUL")
     if any(len(os.fsencode(part)) > LONGEST_NAME for part in name.split(os.sep)):
-        raise PydanticCustomError("name", f"expected names of at most {LONGEST_NAME} bytes")
+        raise PydanticCustomError(
+            "name", f"expected names of at most {LONGEST_NAME} bytes"
+        )
     return place
 
 
@@ -91,7 +95,9 @@ Place = Annotated[str | os.PathLike[str], NAMED]
 
 def _gathered(values: Any) -> tuple[Any, ...]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise PydanticCustomError("iterable", "expected several values, such as a list of them")
+        raise PydanticCustomError(
+            "iterable", "expected several values, such as a list of them"
+        )
     return tuple(values)
 
 
@@ -135,7 +141,9 @@ def columns(
         for name in numeric:
             column = table[name]
             if column.dtype.kind not in "biuf":
-                _refuse_table(f"whose column '{name}' is {column.dtype}, expected numbers")
+                _refuse_table(
+                    f"whose column '{name}' is {column.dtype}, expected numbers"
+                )
             if (abs(column) == math.inf).any():
                 _refuse_table(f"with infinity in column '{name}'")
             if name in finite and column.isna().any():
@@ -174,7 +182,9 @@ def record(kind: type[Kind]) -> type[Kind]:
 def _checked_class(kind: type[Kind], *, kw_only: bool) -> type[Kind]:
     made: Any = dataclass(frozen=True, kw_only=kw_only, config=CHECKS)(kind)
     names = [field.name for field in fields(made)]
-    made.__init__ = _told(made.__init__, names, own=1, letters=getattr(kind, "LETTERS", {}))
+    made.__init__ = _told(
+        made.__init__, names, own=1, letters=getattr(kind, "LETTERS", {})
+    )
     return made
 
 
@@ -186,7 +196,10 @@ def checked(function: Callable[Given, Kind]) -> Callable[Given, Kind]:
 
 
 def _told(
-    function: Any, names: Sequence[str], own: int = 0, letters: Mapping[str, str] = NO_LETTERS
+    function: Any,
+    names: Sequence[str],
+    own: int = 0,
+    letters: Mapping[str, str] = NO_LETTERS,
 ) -> Any:
     """Tell in one line what is wrong with the arguments ``names``, behind ``own`` others.
 
@@ -208,7 +221,9 @@ def _told(
 
 
 @contextmanager
-def in_one_line(known: Sequence[str], letters: Mapping[str, str] = NO_LETTERS) -> Iterator[None]:
+def in_one_line(
+    known: Sequence[str], letters: Mapping[str, str] = NO_LETTERS
+) -> Iterator[None]:
     """Turn pydantic's first error into one line; ``known`` are the fields or arguments in order."""
     try:
         yield
@@ -238,7 +253,8 @@ def in_one_line(known: Sequence[str], letters: Mapping[str, str] = NO_LETTERS) -
 class Presets:
     """Settings that have named sets of values."""
 
-    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]]  # by name, what differs from the defaults
+    # By name, what differs from the defaults.
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]]
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:

@@ -53,7 +53,10 @@ def _history(folder: Path, path: str) -> list[tuple[str, list[dict[str, Any]]]]:
     for line in log.stdout.splitlines():
         commit, seconds = line.split()
         shown = subprocess.run(
-            [*git, "show", f"{commit}:{path}"], capture_output=True, encoding="utf-8", check=True
+            [*git, "show", f"{commit}:{path}"],
+            capture_output=True,
+            encoding="utf-8",
+            check=True,
         )
         entries = yaml.load(shown.stdout, Loader=yaml.CSafeLoader)
         time = datetime.fromtimestamp(int(seconds), UTC).isoformat(timespec="seconds")
@@ -69,7 +72,9 @@ def _hash(entry: dict[str, Any]) -> str:
 def main() -> int:
     """Write the file."""
     path = ROOT / "moebook" / "papers" / WRITTEN
-    path.write_text(json.dumps(written(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(written(), indent=1, sort_keys=True) + "\n", encoding="utf-8"
+    )
     print(path.relative_to(ROOT))
     return 0
 

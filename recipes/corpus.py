@@ -23,9 +23,16 @@ from moebook.errors import refuse
 from recipes.families import FAMILIES
 
 # Distribution: module. BSD-3-Clause the first four, Apache-2.0 the others.
-CODE_PACKAGES = {"networkx": "networkx", "scikit-learn": "sklearn", "pandas": "pandas",
-                 "sympy": "sympy", "nltk": "nltk", "peft": "peft", "datasets": "datasets",
-                 "accelerate": "accelerate"}  # fmt: skip
+CODE_PACKAGES = {
+    "networkx": "networkx",
+    "scikit-learn": "sklearn",
+    "pandas": "pandas",
+    "sympy": "sympy",
+    "nltk": "nltk",
+    "peft": "peft",
+    "datasets": "datasets",
+    "accelerate": "accelerate",
+}
 LONGEST_SOURCE_FILE = 60_000  # bytes; longer files are mostly tables of data
 # Open Multilingual Wordnet 1.4, as far as its licences allow (all CC BY 3.0).
 LANGUAGES = {
@@ -104,12 +111,18 @@ def _is_number(gloss: str) -> bool:
 def translations(seed: int) -> Iterator[str]:
     """Yield an English lemma with its translation; number words are left out."""
     rng = Random(seed)
-    english = {key: lemmas[0] for key, lemmas, gloss in _synsets() if not _is_number(gloss)}
+    english = {
+        key: lemmas[0] for key, lemmas, gloss in _synsets() if not _is_number(gloss)
+    }
     for language, file in LANGUAGES.items():
         path = _nltk_data() / "omw-1.4" / file
         for line in path.read_text(encoding="utf-8").splitlines():
             fields = line.split("\t")
-            if line.startswith("#") or len(fields) != 3 or not fields[1].endswith("lemma"):
+            if (
+                line.startswith("#")
+                or len(fields) != 3
+                or not fields[1].endswith("lemma")
+            ):
                 continue
             word = english.get(fields[0])
             if word is not None:
@@ -119,10 +132,15 @@ def translations(seed: int) -> Iterator[str]:
 def code(_: int) -> Iterator[str]:
     """Yield the source files of the locked packages, without their tests."""
     for distribution, module in CODE_PACKAGES.items():
-        root = Path(str(importlib.metadata.distribution(distribution).locate_file(module)))
+        root = Path(
+            str(importlib.metadata.distribution(distribution).locate_file(module))
+        )
         for path in sorted(root.rglob("*.py")):
             text = path.read_text(encoding="utf-8", errors="replace")
-            if "test" not in path.relative_to(root).as_posix() and len(text) < LONGEST_SOURCE_FILE:
+            if (
+                "test" not in path.relative_to(root).as_posix()
+                and len(text) < LONGEST_SOURCE_FILE
+            ):
                 yield text
 
 
@@ -135,7 +153,8 @@ def instructions(seed: int) -> Iterator[str]:
 
 
 SOURCES: dict[str, Callable[[int], Iterator[str]]] = {
-    source.__name__: source for source in (books, glosses, translations, code, instructions)
+    source.__name__: source
+    for source in (books, glosses, translations, code, instructions)
 }
 
 
@@ -153,7 +172,11 @@ def documents(source: str, seed: int) -> list[str]:
 
 
 def write(
-    folder: Path, encode: Callable[[list[str]], list[list[int]]], bos: int, eos: int, seed: int
+    folder: Path,
+    encode: Callable[[list[str]], list[list[int]]],
+    bos: int,
+    eos: int,
+    seed: int,
 ) -> dict[str, Any]:
     """Tokenise every source into ``<source>.<train|held_out>.u16`` below a folder.
 
@@ -164,7 +187,9 @@ def write(
     digest, tokens = hashlib.sha256(), {}
     for source in SOURCES:
         texts = documents(source, seed)
-        ids = np.concatenate([np.array([bos, *row, eos], dtype=np.uint16) for row in encode(texts)])
+        ids = np.concatenate(
+            [np.array([bos, *row, eos], dtype=np.uint16) for row in encode(texts)]
+        )
         cut = int(len(ids) * (1 - HELD_OUT))
         for part, piece in (("train", ids[:cut]), ("held_out", ids[cut:])):
             piece.tofile(folder / f"{source}.{part}.u16")

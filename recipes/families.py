@@ -28,14 +28,28 @@ WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 MONTHS = (
     "January February March April May June July August September October November December"
 ).split()
-ROMAN = ((100, "C"), (90, "XC"), (50, "L"), (40, "XL"), (10, "X"), (9, "IX"), (5, "V"), (4, "IV"))
+ROMAN = (
+    (100, "C"),
+    (90, "XC"),
+    (50, "L"),
+    (40, "XL"),
+    (10, "X"),
+    (9, "IX"),
+    (5, "V"),
+    (4, "IV"),
+)
 ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
     "sixteen seventeen eighteen nineteen"
 ).split()
-UNITS = (("metres", "centimetres", 100), ("hours", "minutes", 60), ("weeks", "days", 7),
-         ("kilograms", "grams", 1000), ("feet", "inches", 12),
-         ("minutes", "seconds", 60))  # fmt: skip
+UNITS = (
+    ("metres", "centimetres", 100),
+    ("hours", "minutes", 60),
+    ("weeks", "days", 7),
+    ("kilograms", "grams", 1000),
+    ("feet", "inches", 12),
+    ("minutes", "seconds", 60),
+)
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 Pair = tuple[str, str]
@@ -76,7 +90,9 @@ def difference(rng: Random) -> Pair:
 def quotient(rng: Random) -> Pair:
     """Ask for a division without remainder."""
     b, q = rng.randint(2, 9), rng.randint(1, 12)
-    question = rng.choice(["Divide {} by {}.", "What is {} divided by {}?", "{} / {} ="])
+    question = rng.choice(
+        ["Divide {} by {}.", "What is {} divided by {}?", "{} / {} ="]
+    )
     return question.format(b * q, b), str(q)
 
 
@@ -104,7 +120,11 @@ def ordering(rng: Random) -> Pair:
     """Ask to sort numbers."""
     numbers = _numbers(rng)
     down = rng.random() < 0.3
-    order = "from the largest to the smallest" if down else "from the smallest to the largest"
+    order = (
+        "from the largest to the smallest"
+        if down
+        else "from the smallest to the largest"
+    )
     return f"Sort {order}: {_listed(numbers)}", _listed(sorted(numbers, reverse=down))
 
 
@@ -128,7 +148,9 @@ def word_problem(rng: Random) -> Pair:
     thing = rng.choice(THINGS)
     a, b, c = rng.randint(5, 40), rng.randint(1, 5), rng.randint(1, 20)
     story = f"{name} has {a} {thing}. {name} gives {b} to {other} and finds {c} more."
-    answer = f"{a} - {b} = {a - b}. {a - b} + {c} = {a - b + c}. The answer is {a - b + c}."
+    answer = (
+        f"{a} - {b} = {a - b}. {a - b} + {c} = {a - b + c}. The answer is {a - b + c}."
+    )
     return f"{story} How many {thing} does {name} have now?", answer
 
 
@@ -142,7 +164,10 @@ def price(rng: Random) -> Pair:
         "How much change is there?"
     )
     cost, left = count * each, paid - count * each
-    return question, f"{count} * {each} = {cost}. {paid} - {cost} = {left}. The answer is {left}."
+    return (
+        question,
+        f"{count} * {each} = {cost}. {paid} - {cost} = {left}. The answer is {left}.",
+    )
 
 
 def spelled_english(rng: Random) -> Pair:
@@ -221,7 +246,10 @@ def membership(rng: Random) -> Pair:
     asked = words[0] if rng.random() < 0.5 else words[4]
     shown = words[:4]
     rng.shuffle(shown)
-    return f"Is {asked} in this list? {_listed(shown)}", "yes" if asked in shown else "no"
+    return (
+        f"Is {asked} in this list? {_listed(shown)}",
+        "yes" if asked in shown else "no",
+    )
 
 
 def position(rng: Random) -> Pair:
@@ -235,9 +263,15 @@ def position(rng: Random) -> Pair:
 def python_type(rng: Random) -> Pair:
     """Ask for the type of a Python literal."""
     values: list[object] = [
-        rng.randint(0, 99), rng.choice(WORDS), _numbers(rng), None, rng.random() < 0.5,
-        {rng.choice(WORDS): rng.randint(0, 9)}, round(rng.random() * 10, 2), tuple(_numbers(rng)),
-    ]  # fmt: skip
+        rng.randint(0, 99),
+        rng.choice(WORDS),
+        _numbers(rng),
+        None,
+        rng.random() < 0.5,
+        {rng.choice(WORDS): rng.randint(0, 9)},
+        round(rng.random() * 10, 2),
+        tuple(_numbers(rng)),
+    ]
     value = rng.choice(values)
     return f"What is the type of this Python value? {value!r}", type(value).__name__
 
@@ -251,14 +285,39 @@ def python_list(rng: Random) -> Pair:
 def table_row(rng: Random) -> Pair:
     """Ask for one value of a row of keys and values."""
     keys = rng.sample(["name", "age", "colour", "size", "weight", "year"], 3)
-    cells = [rng.choice(WORDS) if rng.random() < 0.5 else str(rng.randint(1, 99)) for _ in keys]
+    cells = [
+        rng.choice(WORDS) if rng.random() < 0.5 else str(rng.randint(1, 99))
+        for _ in keys
+    ]
     asked = rng.randrange(3)
     row = "; ".join(f"{key}: {cell}" for key, cell in zip(keys, cells, strict=True))
     return f"Read the value of {keys[asked]} from: {row}", cells[asked]
 
 
 FAMILIES: tuple[Callable[[Random], Pair], ...] = (
-    difference, quotient, remainder, compare, parity, ordering, extremes, successor, word_problem,
-    price, spelled_english, roman, weekday, date, clock, units, spelling, letters, alphabetical,
-    casing, membership, position, python_type, python_list, table_row,
-)  # fmt: skip
+    difference,
+    quotient,
+    remainder,
+    compare,
+    parity,
+    ordering,
+    extremes,
+    successor,
+    word_problem,
+    price,
+    spelled_english,
+    roman,
+    weekday,
+    date,
+    clock,
+    units,
+    spelling,
+    letters,
+    alphabetical,
+    casing,
+    membership,
+    position,
+    python_type,
+    python_list,
+    table_row,
+)

@@ -23,8 +23,11 @@ from moebook import results, runtime
 from moebook.errors import Refusal
 from moebook.notebook import pages
 
-MODULES = {"moebook": "moebook.cli", "pytest": "pytest",  # what a command's first word runs
-           "accelerate": "accelerate.commands.accelerate_cli"}  # fmt: skip
+MODULES = {
+    "moebook": "moebook.cli",
+    "pytest": "pytest",  # what a command's first word runs
+    "accelerate": "accelerate.commands.accelerate_cli",
+}
 GRACE = 20  # seconds that a command has to end when its time is up
 LEAST = 10  # seconds left under which none is started
 
@@ -33,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run commands until the time is up; 0 when all are done, 1 when some are left, 2 refused."""
     parser = argparse.ArgumentParser(prog="python -m recipes.gpu")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--minutes", type=float, default=9, help="that this call may take")
+    parser.add_argument(
+        "--minutes", type=float, default=9, help="that this call may take"
+    )
     parser.add_argument("--list", action="store_true", help="say what has run on a GPU")
     options = parser.parse_args(arguments)
     try:
@@ -43,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         runtime.resolve_device(options.device)
         with results.locked(folder / "runs" / "gpu.lock"):
-            return _run(folder, options.device, time.monotonic() + 60 * options.minutes - GRACE)
+            return _run(
+                folder, options.device, time.monotonic() + 60 * options.minutes - GRACE
+            )
     except Refusal as refusal:
         print(refusal, file=sys.stderr)
         return 2
@@ -58,7 +65,10 @@ def _run(folder: Path, device: str, end: float) -> int:
         print(f"{name}: {command}", flush=True)
         facts = _here(folder, device) | {"code": results.files.code(folder / code)}
         start = time.monotonic()
-        facts["exit"], facts["seconds"] = attempt(command, device, left), time.monotonic() - start
+        facts["exit"], facts["seconds"] = (
+            attempt(command, device, left),
+            time.monotonic() - start,
+        )
         print(f"{name}: {keep(place / f'{name}.json', command, facts)}", flush=True)
     rest = len(todo(folder, device, place))
     print(f"{rest} commands are left")
@@ -72,7 +82,9 @@ def todo(folder: Path, device: str, place: Path) -> list[tuple[str, str, str]]:
         told = _told(place / f"{name}.json")
         for command in step.get("on_cpu" if device == "cpu" else "", step["commands"]):
             if (ended := told.get(command, {}).get("exit")) != 0:
-                behind = command in told and (ended is not None or "start" in step["goes_on"])
+                behind = command in told and (
+                    ended is not None or "start" in step["goes_on"]
+                )
                 left.append((behind, (name, command, step["code"])))
     return [each for _, each in sorted(left, key=lambda pair: pair[0])]
 
@@ -97,8 +109,12 @@ def attempt(command: str, device: str, seconds: float) -> int | None:
 def keep(path: Path, command: str, facts: dict[str, Any]) -> str:
     """Put what became of a command into its step's record, seconds of all calls; say it."""
     told = _told(path)
-    facts["seconds"] = round(facts["seconds"] + told.get(command, {}).get("seconds", 0), 1)
-    results.write(path, json.dumps(told | {command: facts}, indent=1, sort_keys=True) + "\n")
+    facts["seconds"] = round(
+        facts["seconds"] + told.get(command, {}).get("seconds", 0), 1
+    )
+    results.write(
+        path, json.dumps(told | {command: facts}, indent=1, sort_keys=True) + "\n"
+    )
     became = {0: "done", None: "stopped, to be continued"}
     return f"{became.get(facts['exit'], 'failed')}, {facts['seconds']} s in all"
 

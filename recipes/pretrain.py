@@ -21,7 +21,12 @@ import torch
 from pydantic import Field
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from moebook.errors import Refusal, refuse
 from moebook.kernels import balance_loss
@@ -69,11 +74,16 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Refuse shares of unknown sources, or shares that do not sum to 1."""
-        for mixture in (self.mixture, *(phase.get("mixture", {}) for phase in self.phases)):
+        for mixture in (
+            self.mixture,
+            *(phase.get("mixture", {}) for phase in self.phases),
+        ):
             odd = mixture.keys() - corpus.SOURCES.keys()
             if odd or (mixture and abs(sum(mixture.values()) - 1) > 1e-9):
                 known = list(corpus.SOURCES)
-                refuse("E-CONFIG", f"mixture must name {known} and sum to 1, got {mixture}")
+                refuse(
+                    "E-CONFIG", f"mixture must name {known} and sum to 1, got {mixture}"
+                )
 
     @classmethod
     def read(cls, path: Path) -> Recipe:
@@ -135,7 +145,9 @@ def train_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
     )
 
 
-def prepare(recipe: Recipe, work: Path) -> tuple[PreTrainedTokenizerFast, dict[str, Any]]:
+def prepare(
+    recipe: Recipe, work: Path
+) -> tuple[PreTrainedTokenizerFast, dict[str, Any]]:
     """Make the tokenizer and the token files below ``work``, or take them when they are there."""
     described = work / "corpus" / "corpus.json"
     if described.is_file():
@@ -154,7 +166,9 @@ def prepare(recipe: Recipe, work: Path) -> tuple[PreTrainedTokenizerFast, dict[s
 def streams(work: Path, part: str) -> dict[str, np.ndarray]:
     """Map the token files of one part (train or held_out) into memory."""
     return {
-        source: np.memmap(work / "corpus" / f"{source}.{part}.u16", dtype=np.uint16, mode="r")
+        source: np.memmap(
+            work / "corpus" / f"{source}.{part}.u16", dtype=np.uint16, mode="r"
+        )
         for source in corpus.SOURCES
     }
 
@@ -174,15 +188,20 @@ def loss_of(
     model: PreTrainedModel, ids: torch.Tensor, balance: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean next-token loss in nats over token ids [B, T], and its sum with the balance loss."""
-    targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)  # no copy of the logits
+    # No copy of the logits.
+    targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     out = model(input_ids=ids, use_cache=False, output_router_logits=balance > 0)
     logits = out.logits.flatten(0, 1)
-    losses = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        logits, targets.flatten(), reduction="none"
+    )
     loss = losses.float().sum() / ids[:, 1:].numel()
     if not balance:
         return loss, loss
     top_k = model.config.num_experts_per_tok
-    penalty = sum(balance_loss(logits, logits.topk(top_k).indices) for logits in out.router_logits)
+    penalty = sum(
+        balance_loss(logits, logits.topk(top_k).indices) for logits in out.router_logits
+    )
     return loss, loss + balance * penalty
 
 
@@ -193,7 +212,9 @@ def held_out_losses(model: PreTrainedModel, work: Path) -> dict[str, float]:
     model.eval()
     losses = {}
     for source, stream in streams(work, "held_out").items():
-        ids = torch.from_numpy(corpus.batch({source: stream}, {source: 1.0}, 0, 0, rows, length))
+        ids = torch.from_numpy(
+            corpus.batch({source: stream}, {source: 1.0}, 0, 0, rows, length)
+        )
         losses[source] = loss_of(model, ids.to(model.device))[0].item()
     model.train()
     return losses
@@ -207,12 +228,17 @@ class _Run:
     one copy, and as many tokens at once as its memory holds.
     """
 
-    def __init__(self, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, recipe: Recipe, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.recipe, on_cpu = recipe, device.type == "cpu"
         self.model = build_model(recipe).to(device)
         self.threads = torch.get_num_threads() if on_cpu else 1
-        self.tokens = 2048 if on_cpu else 32768  # at once: what stays in the cache, or in memory
-        self.copies = [build_model(recipe).to(device, dtype) for _ in range(self.threads)]
+        # At once: what stays in the cache, or in memory.
+        self.tokens = 2048 if on_cpu else 32768
+        self.copies = [
+            build_model(recipe).to(device, dtype) for _ in range(self.threads)
+        ]
         self.pool = ThreadPoolExecutor(self.threads)
         self.weights = list(self.model.parameters())
         groups = [
@@ -229,12 +255,20 @@ class _Run:
         started = time.perf_counter()
         mixture, rows, length = self.recipe.window(self.step)
         ids = corpus.batch(parts, mixture, self.step, self.recipe.seed, rows, length)
-        groups = zip(self.weights, *(copy.parameters() for copy in self.copies), strict=True)
-        pieces = torch.from_numpy(ids).to(self.model.device).split(max(1, self.tokens // length))
+        groups = zip(
+            self.weights, *(copy.parameters() for copy in self.copies), strict=True
+        )
+        pieces = (
+            torch.from_numpy(ids)
+            .to(self.model.device)
+            .split(max(1, self.tokens // length))
+        )
         shares = [pieces[thread :: self.threads] for thread in range(self.threads)]
         total = sum(self.pool.map(self._backward, self.copies, shares)) / len(pieces)
         for weight, *copies in groups:
-            weight.grad = torch.stack([copy.grad for copy in copies]).float().sum(0) / len(pieces)
+            weight.grad = torch.stack([copy.grad for copy in copies]).float().sum(
+                0
+            ) / len(pieces)
         if not np.isfinite(total):
             refuse("E-NONFINITE", f"pretraining: loss {total} at step {self.step}")
         torch.nn.utils.clip_grad_norm_(self.weights, self.recipe.clip)
@@ -264,14 +298,20 @@ class _Run:
         for i, weight in enumerate(self.weights):
             state = self.optimizer.state[weight]
             tensors |= {f"weight.{i}": weight.detach()}
-            tensors |= {f"first.{i}": state["exp_avg"], f"second.{i}": state["exp_avg_sq"]}
+            tensors |= {
+                f"first.{i}": state["exp_avg"],
+                f"second.{i}": state["exp_avg_sq"],
+            }
         save_file(tensors, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
 
     def restore(self, path: Path) -> None:
         """Continue from a file that `save` wrote."""
         tensors = load_file(path)
-        self.losses, self.seconds = tensors["losses"].tolist(), tensors["seconds"].item()
+        self.losses, self.seconds = (
+            tensors["losses"].tolist(),
+            tensors["seconds"].item(),
+        )
         self.step = len(self.losses)
         for i, weight in enumerate(self.weights):
             weight.data.copy_(tensors[f"weight.{i}"])
@@ -281,8 +321,14 @@ class _Run:
                 "exp_avg_sq": tensors[f"second.{i}"].to(weight.device),
             }
 
-    def finish(self, tokenizer: PreTrainedTokenizerFast, recipe: Path, work: Path, out: Path,
-               described: dict[str, Any]) -> None:  # fmt: skip
+    def finish(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        recipe: Path,
+        work: Path,
+        out: Path,
+        described: dict[str, Any],
+    ) -> None:
         """Write recipe, weights (fp16), tokenizer and manifest, by one rename."""
         windows = [self.recipe.window(step) for step in range(self.recipe.steps)]
         with checkpoint.building(
@@ -328,10 +374,15 @@ def pretrain(
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
     recipe = Recipe.read(recipe_file)
     if out.exists():
-        refuse("E-EXISTS", f"{out} exists already; name a new folder for the finished base")
+        refuse(
+            "E-EXISTS", f"{out} exists already; name a new folder for the finished base"
+        )
     work.mkdir(parents=True, exist_ok=True)
     tokenizer, described = prepare(recipe, work)
-    run, path = _Run(recipe, dtype, resolve_device(device)), work / "checkpoint.safetensors"
+    run, path = (
+        _Run(recipe, dtype, resolve_device(device)),
+        work / "checkpoint.safetensors",
+    )
     if path.is_file():
         run.restore(path)
     parts = streams(work, "train")

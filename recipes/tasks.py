@@ -44,10 +44,18 @@ FAMILIES = {
 }
 FREE = "Permissive|Copyleft|Copyleft Limited|Public Domain"
 KINDS = {  # ten of WordNet's synsets and what lies below them
-    "00015388": "animal", "00017222": "plant", "00021265": "food", "07555863": "food",
-    "03051540": "clothing", "04524313": "vehicle", "14061805": "illness", "06282651": "language",
-    "03247620": "drug", "05220461": "body part", "03094503": "container",
-}  # fmt: skip
+    "00015388": "animal",
+    "00017222": "plant",
+    "00021265": "food",
+    "07555863": "food",
+    "03051540": "clothing",
+    "04524313": "vehicle",
+    "14061805": "illness",
+    "06282651": "language",
+    "03247620": "drug",
+    "05220461": "body part",
+    "03094503": "container",
+}
 SKILLS = {  # what the bases were taught, in five groups
     "numbers": "difference quotient remainder successor units word_problem price",
     "order": "compare parity ordering extremes alphabetical",
@@ -60,7 +68,9 @@ SKILLS = {  # what the bases were taught, in five groups
 def _first(rows: Iterable[Row], group: str, most: int) -> list[Row]:
     """Keep at most `most` rows of each value of `group`, chosen and ordered by hash."""
     by_value: dict[str, list[Row]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: hashlib.sha256(repr(row).encode()).digest()):
+    for row in sorted(
+        rows, key=lambda row: hashlib.sha256(repr(row).encode()).digest()
+    ):
         by_value[row[group]].append(row)
     return sorted((row for rows in by_value.values() for row in rows[:most]), key=repr)
 
@@ -74,16 +84,23 @@ def gsm_symbolic(most: int = 95, draws: int = 20_000) -> list[Row]:
     for index in range(draws):
         problem = problems[index]
         solution, _, final = problem["metadata"]["answer_cot"].partition("####")
-        question = problem["question"].partition(" Give the result as your final answer.")[0]
+        question = problem["question"].partition(
+            " Give the result as your final answer."
+        )[0]
         short = len(question) <= 190 and len(solution) <= 170
-        exact = re.fullmatch(r"\d{1,3}", problem["answer"]) and final.strip() == problem["answer"]
+        exact = (
+            re.fullmatch(r"\d{1,3}", problem["answer"])
+            and final.strip() == problem["answer"]
+        )
         if short and exact and not re.search(r"\b(\d+)=\1\b", solution):
             row = {"question": question, "answer": problem["answer"]}
             row["rationale"] = " ".join(solution.split())
             row["template"] = "|".join(sorted(problem["metadata"]["variables"]))
             rows[question] = row
     chosen = _first(rows.values(), "template", most)
-    return [{key: row[key] for key in ("question", "answer", "rationale")} for row in chosen]
+    return [
+        {key: row[key] for key in ("question", "answer", "rationale")} for row in chosen
+    ]
 
 
 def docstrings(packages: Path, most: int = 200) -> list[Row]:
@@ -117,7 +134,11 @@ def _documented(source: str) -> Iterator[Row]:
         code = ast.unparse(node)
         if len(code) <= 190 and code.isascii():
             rest = doc.split(" ", 1)[1].removesuffix(".")
-            yield {"code": code, "summary": f"{verb.capitalize()} {rest}.", "verb": verb}
+            yield {
+                "code": code,
+                "summary": f"{verb.capitalize()} {rest}.",
+                "verb": verb,
+            }
 
 
 def names_de() -> list[Row]:
@@ -129,19 +150,28 @@ def names_de() -> list[Row]:
 
     english, german = babel.Locale("en"), babel.Locale("de")
     rows: dict[str, Row] = {}
-    fields = {"country": "territories", "language": "languages", "script": "scripts",
-              "currency": "currencies"}  # fmt: skip
+    fields = {
+        "country": "territories",
+        "language": "languages",
+        "script": "scripts",
+        "currency": "currencies",
+    }
     for kind, field in fields.items():
         for key, name in sorted(getattr(english, field).items()):
             theirs = getattr(german, field).get(key, "")
             plain = theirs and not re.search(r"[\d()&]", name + theirs)
-            copied = name == theirs and int(hashlib.sha256(name.encode()).hexdigest(), 16) % 3
+            copied = (
+                name == theirs
+                and int(hashlib.sha256(name.encode()).hexdigest(), 16) % 3
+            )
             if plain and not copied and max(len(name), len(theirs)) <= 36:
                 rows.setdefault(name, {"english": name, "german": theirs, "kind": kind})
     return sorted(rows.values(), key=repr)
 
 
-def _nouns(wordnet: Path) -> tuple[dict[str, str], dict[str, list[str]], dict[str, list[str]]]:
+def _nouns(
+    wordnet: Path,
+) -> tuple[dict[str, str], dict[str, list[str]], dict[str, list[str]]]:
     """Read WordNet's nouns: lemma to first synset, synset to hypernyms, synset to lemmas."""
     up: dict[str, list[str]] = {}
     lemmas: dict[str, list[str]] = {}
@@ -151,7 +181,9 @@ def _nouns(wordnet: Path) -> tuple[dict[str, str], dict[str, list[str]], dict[st
             end = 4 + 2 * int(fields[3], 16)
             lemmas[fields[0]] = [word.replace("_", " ") for word in fields[4:end:2]]
             pointers = range(end + 1, end + 1 + 4 * int(fields[end]), 4)
-            up[fields[0]] = [fields[i + 1] for i in pointers if fields[i] in ("@", "@i")]
+            up[fields[0]] = [
+                fields[i + 1] for i in pointers if fields[i] in ("@", "@i")
+            ]
     first = {}
     for line in (wordnet / "index.noun").read_text().splitlines():
         if not line.startswith("  "):
@@ -187,7 +219,11 @@ def licences(scancode: Path, most: int = 200) -> list[Row]:
     A clause that shares two fifths of its word triples with one of another family says nothing
     about the family and is left out; with an earlier one of its own family it is a duplicate.
     """
-    family = {prefix: name for name, prefixes in FAMILIES.items() for prefix in prefixes.split()}
+    family = {
+        prefix: name
+        for name, prefixes in FAMILIES.items()
+        for prefix in prefixes.split()
+    }
     clauses: dict[str, Row] = {}
     for path in sorted(scancode.glob("*.LICENSE")):
         parts = path.read_text(encoding="utf-8").split("---\n", 2)
@@ -238,7 +274,9 @@ def general(draws: int = 400) -> list[Row]:
         for name in names.split():
             rng = random.Random(f"general/{name}")
             drawn = dict(getattr(families, name)(rng) for _ in range(draws))
-            rows += [{"skill": skill, "question": q, "answer": a} for q, a in drawn.items()]
+            rows += [
+                {"skill": skill, "question": q, "answer": a} for q, a in drawn.items()
+            ]
     return rows
 
 

@@ -12,9 +12,16 @@ from hypothesis import settings
 
 # Triton reads this when `@triton.jit` decorates, so it stands before any import of the package.
 # Where there is a GPU the kernels are compiled instead, and the tests marked `gpu` run as well.
-os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
-               "TOKENIZERS_PARALLELISM": "false", "MOEBOOK_QUIET": "1"}  # fmt: skip
+os.environ.setdefault(
+    "TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1"
+)
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MOEBOOK_QUIET": "1",
+}
 # One thread: results repeat bit for bit at a fixed count, and tiny models are faster so.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -25,7 +32,9 @@ settings.load_profile("moebook")
 def cut_the_network(event: str, arguments: tuple[Any, ...]) -> None:
     """Audit hook: a connection to anything but this machine raises, in whatever code asks."""
     asks = event in ("socket.connect", "socket.sendto")
-    if not asks or not isinstance(arguments[1], tuple):  # a Unix socket's address is a path
+    if not asks or not isinstance(
+        arguments[1], tuple
+    ):  # a Unix socket's address is a path
         return
     host = str(arguments[1][0]).partition("%")[0]
     try:
@@ -50,7 +59,11 @@ FIRST = (
 
 def pytest_xdist_auto_num_workers() -> int:
     """Count a worker more than there are cores: some of them wait for processes."""
-    return len(os.sched_getaffinity(0)) + 1 if sys.platform == "linux" else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0)) + 1
+        if sys.platform == "linux"
+        else os.cpu_count() or 1
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -106,10 +119,18 @@ def tiny() -> Callable[..., Any]:
     def build(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
         torch.manual_seed(seed)
         shape = {
-            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300,
-            "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512,
-            "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-        }  # fmt: skip
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "vocab_size": 300,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 2,
+        }
         return LlamaForCausalLM(LlamaConfig(**{**shape, **changes})).eval()
 
     return build

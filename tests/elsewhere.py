@@ -16,15 +16,15 @@ from types import ModuleType
 MODULES = set("fcntl grp posix pty pwd resource syslog termios tty".split())
 NAMES = {
     "os": "O_CLOEXEC O_DIRECTORY O_NOFOLLOW O_NONBLOCK WNOHANG chown fchown fork forkpty getegid"
-          " geteuid getgid getgroups getloadavg getpgid getuid killpg lchown mkfifo nice openpty"
-          " posix_spawn pread pwrite register_at_fork sched_getaffinity sched_setaffinity setegid"
-          " seteuid setgid setpgid setsid setuid statvfs sysconf uname wait wait4",
+    " geteuid getgid getgroups getloadavg getpgid getuid killpg lchown mkfifo nice openpty"
+    " posix_spawn pread pwrite register_at_fork sched_getaffinity sched_setaffinity setegid"
+    " seteuid setgid setpgid setsid setuid statvfs sysconf uname wait wait4",
     "select": "epoll poll",
     "signal": "SIGALRM SIGCHLD SIGHUP SIGKILL SIGPIPE SIGQUIT SIGUSR1 SIGUSR2 SIGXCPU alarm pause"
-              " pthread_sigmask setitimer sigwait",
+    " pthread_sigmask setitimer sigwait",
     "socket": "AF_UNIX CMSG_LEN SCM_RIGHTS recv_fds send_fds",
     "time": "clock_getres clock_gettime tzset",
-}  # fmt: skip
+}
 
 plain = builtins.__import__
 

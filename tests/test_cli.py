@@ -30,43 +30,108 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ("", "E-USAGE: moebook: the following arguments are required: COMMAND"),
-    ("rum", "E-USAGE: moebook: unknown 'rum'; did you mean 'run'?"),
-    ("run", "E-USAGE: moebook run: the following arguments are required: notebook"),
-    ("run toy --forse", "E-USAGE: moebook run: unknown '--forse'; did you mean '--force'?"),
-    ("run toy --on cpux", "E-PROTOCOL: toy has no protocol 'cpux' (01_toy.cpux.yaml); did you"),
-    ("run tyo", "E-NOTEBOOK: unknown notebook 'tyo': did you mean 'toy'?"),
-    ("run toy -p topk=1", "E-PARAMETER: -p: unknown parameter 'topk'; did you mean 'top_k'?"),
-    ("run toy -p tier=cpu", "E-USAGE: the parameter tier is set by the protocol (--on)"),
-    ("book --only=", "E-USAGE: moebook book: only is empty"),
-    ("run \x1b]0;owned\x07", r"E-NOTEBOOK: unknown notebook '\x1b]0;owned\x07'"),
-    ("book --tier study", "E-USAGE: moebook book: unknown 'study'"),
-    ("compare mine.ipynb", "E-NOFILE: no file mine.ipynb"), ("audit pesk", "E-NAME"),
-    ("pretrain mano", "E-USAGE: moebook pretrain: unknown 'mano'; did you mean 'nano'?"),
-    ("verify toy", "E-NOTEBOOK: 'toy' has no runs"),
-    ("plan", "E-USAGE: moebook plan: expected NOTEBOOK, --record, or --measure"),
-    ("plan toy --on nano", "E-NOTEBOOK: toy trains nothing that a plan is known for; one of"),
-    ("plan toy --on nano --price much", "E-USAGE: moebook plan: argument --price: invalid float"),
-    ("study toy --on nano", "E-USAGE: moebook study: expected NAME --on PROTOCOL --seeds 0-9"),
-    ("study toy --on nano --seeds 0 --jobs 0", "E-RANGE: --jobs is 0: expected at least 1"),
-    ("study toy --on nano --seeds 0 --jobs 2 --engine ray", "E-RANGE: --jobs is 2: a cluster"),
-    ("study toy --on nano --seeds 0 --engine slurm", "E-USAGE: moebook study: unknown 'slurm'"),
-    ("study toy --on cpu --seeds 0", "E-TIER: no pool is kept of 'cpu' (tier cpu); use nano, odd"),
-    ("study toy --on nano --seeds 0", "E-GIT: "),
-    ("study toy --on nano --seeds 0-9999999", "E-RANGE: --seeds 0-9999999 names 10,000,000 seeds;"),
-    ("study toy --on nano --seeds 1000-1001", "E-RANGE: toy at nano: seed = 1001: expected int in"),
-    ("run toy -p device=cdua", "E-DEVICE: unknown device 'cdua': did you mean 'cuda'?"),
-    ("study toy --on odd --seeds 0", "E-DEVICE: device 'cuda:99' is not on this machine"),
-    ("study toy --add my.ipynb", "E-USAGE: moebook study: --add takes a file and nothing else"),
-    ("study --add my.ipynb --jobs 0", "E-USAGE: moebook study: --add takes a file and nothing"),
-    ("study --add notebooks/01_toy.ipynb", "E-RUN: 01_toy.ipynb holds no recorded values"),
-])  # fmt: skip
-def test_bad_input_ends_in_one_line_and_exit_code_2(project, capsys, arguments, message):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "E-USAGE: moebook: the following arguments are required: COMMAND"),
+        ("rum", "E-USAGE: moebook: unknown 'rum'; did you mean 'run'?"),
+        ("run", "E-USAGE: moebook run: the following arguments are required: notebook"),
+        (
+            "run toy --forse",
+            "E-USAGE: moebook run: unknown '--forse'; did you mean '--force'?",
+        ),
+        (
+            "run toy --on cpux",
+            "E-PROTOCOL: toy has no protocol 'cpux' (01_toy.cpux.yaml); did you",
+        ),
+        ("run tyo", "E-NOTEBOOK: unknown notebook 'tyo': did you mean 'toy'?"),
+        (
+            "run toy -p topk=1",
+            "E-PARAMETER: -p: unknown parameter 'topk'; did you mean 'top_k'?",
+        ),
+        (
+            "run toy -p tier=cpu",
+            "E-USAGE: the parameter tier is set by the protocol (--on)",
+        ),
+        ("book --only=", "E-USAGE: moebook book: only is empty"),
+        ("run \x1b]0;owned\x07", r"E-NOTEBOOK: unknown notebook '\x1b]0;owned\x07'"),
+        ("book --tier study", "E-USAGE: moebook book: unknown 'study'"),
+        ("compare mine.ipynb", "E-NOFILE: no file mine.ipynb"),
+        ("audit pesk", "E-NAME"),
+        (
+            "pretrain mano",
+            "E-USAGE: moebook pretrain: unknown 'mano'; did you mean 'nano'?",
+        ),
+        ("verify toy", "E-NOTEBOOK: 'toy' has no runs"),
+        ("plan", "E-USAGE: moebook plan: expected NOTEBOOK, --record, or --measure"),
+        (
+            "plan toy --on nano",
+            "E-NOTEBOOK: toy trains nothing that a plan is known for; one of",
+        ),
+        (
+            "plan toy --on nano --price much",
+            "E-USAGE: moebook plan: argument --price: invalid float",
+        ),
+        (
+            "study toy --on nano",
+            "E-USAGE: moebook study: expected NAME --on PROTOCOL --seeds 0-9",
+        ),
+        (
+            "study toy --on nano --seeds 0 --jobs 0",
+            "E-RANGE: --jobs is 0: expected at least 1",
+        ),
+        (
+            "study toy --on nano --seeds 0 --jobs 2 --engine ray",
+            "E-RANGE: --jobs is 2: a cluster",
+        ),
+        (
+            "study toy --on nano --seeds 0 --engine slurm",
+            "E-USAGE: moebook study: unknown 'slurm'",
+        ),
+        (
+            "study toy --on cpu --seeds 0",
+            "E-TIER: no pool is kept of 'cpu' (tier cpu); use nano, odd",
+        ),
+        ("study toy --on nano --seeds 0", "E-GIT: "),
+        (
+            "study toy --on nano --seeds 0-9999999",
+            "E-RANGE: --seeds 0-9999999 names 10,000,000 seeds;",
+        ),
+        (
+            "study toy --on nano --seeds 1000-1001",
+            "E-RANGE: toy at nano: seed = 1001: expected int in",
+        ),
+        (
+            "run toy -p device=cdua",
+            "E-DEVICE: unknown device 'cdua': did you mean 'cuda'?",
+        ),
+        (
+            "study toy --on odd --seeds 0",
+            "E-DEVICE: device 'cuda:99' is not on this machine",
+        ),
+        (
+            "study toy --add my.ipynb",
+            "E-USAGE: moebook study: --add takes a file and nothing else",
+        ),
+        (
+            "study --add my.ipynb --jobs 0",
+            "E-USAGE: moebook study: --add takes a file and nothing",
+        ),
+        (
+            "study --add notebooks/01_toy.ipynb",
+            "E-RUN: 01_toy.ipynb holds no recorded values",
+        ),
+    ],
+)
+def test_bad_input_ends_in_one_line_and_exit_code_2(
+    project, capsys, arguments, message
+):
     assert cli.main(arguments.split()) == 2
     told = capsys.readouterr()
     assert told.err.startswith(message) and told.err.count("\n") == 1
-    assert told.out == ("toy at nano: 1 seeds, 1 to run\n" if "E-GIT" in message else "")
+    assert told.out == (
+        "toy at nano: 1 seeds, 1 to run\n" if "E-GIT" in message else ""
+    )
     assert not (project / "runs").exists() and not (project / "results").exists()
 
 
@@ -75,7 +140,9 @@ def test_a_reader_that_has_gone_ends_the_command_in_silence():
     os.close(ours)
     code = "import sys, moebook.cli as cli; sys.exit(cli.main(['audit', '--all']))"
     command, root = [sys.executable, "-c", code], ROOT
-    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, cwd=root)
+    done = subprocess.run(
+        command, stdout=theirs, stderr=subprocess.PIPE, text=True, cwd=root
+    )
     os.close(theirs)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -84,7 +151,9 @@ FULL = "E-DISK: OSError: [Errno 28] No space left on device: 'standard output'; 
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", ["--help", "--version", "plan --help", "list", "audit --all"])
+@pytest.mark.parametrize(
+    "words", ["--help", "--version", "plan --help", "list", "audit --all"]
+)
 def test_output_that_cannot_be_written_is_told(project, words, unbuffered):
     environment = {**os.environ, "PYTHONPATH": ROOT, "PYTHONUNBUFFERED": unbuffered}
     command = [sys.executable, "-m", "moebook.cli", *words.split()]
@@ -95,12 +164,22 @@ def test_output_that_cannot_be_written_is_told(project, words, unbuffered):
     assert (done.returncode, done.stderr) == (2, FULL)
 
 
-def test_a_missing_repository_and_what_the_system_refuses_are_told(project, monkeypatch, capsys):
+def test_a_missing_repository_and_what_the_system_refuses_are_told(
+    project, monkeypatch, capsys
+):
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
     results.write(project / "runs", "no folder")
     for words, code, message in (
-        (["pretrain", "nano"], "E-NOFILE: ", "has no recipes/, which are in the repository"),
-        (["run", "toy"], "E-OS: nothing was run, ", "could not keep it: NotADirectoryError: "),
+        (
+            ["pretrain", "nano"],
+            "E-NOFILE: ",
+            "has no recipes/, which are in the repository",
+        ),
+        (
+            ["run", "toy"],
+            "E-OS: nothing was run, ",
+            "could not keep it: NotADirectoryError: ",
+        ),
     ):
         assert cli.main(words) == 2
         told = capsys.readouterr()
@@ -108,8 +187,13 @@ def test_a_missing_repository_and_what_the_system_refuses_are_told(project, monk
         assert told.err.count("\n") == 1 and told.out == ""
 
 
-def test_verify_names_each_pool_and_exits_with_1_when_something_fails(project, monkeypatch, capsys):
-    for command, words in (("list", "--on cpu      not measured"), ("verify", "nothing to")):
+def test_verify_names_each_pool_and_exits_with_1_when_something_fails(
+    project, monkeypatch, capsys
+):
+    for command, words in (
+        ("list", "--on cpu      not measured"),
+        ("verify", "nothing to"),
+    ):
         assert cli.main([command]) == (command == "verify")
         assert words in capsys.readouterr().out
     manifest = {"date": "2026-01-02T03:04:05+00:00"}
@@ -132,14 +216,32 @@ def test_verify_names_each_pool_and_exits_with_1_when_something_fails(project, m
     assert "E-PATH: no _config.yml" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("manifest", "told"), [
-    ({}, "incomplete (KeyError"), ({"seconds": 1.0, "peak_memory": 5}, "incomplete (KeyError"),
-    ({"seconds": 1.0, "peak_memory": 5, "environment": []}, "incomplete (TypeError"),
-    ({"seconds": None, "peak_memory": 5, "environment": MACHINE}, "incomplete (TypeError"),
-    ({"seconds": 75.0, "peak_memory": 5e6, "environment": MACHINE}, "1 min 15 s, 5 MB on X 9"),
-    ({"seconds": 1.0, "peak_memory": None, "environment": MACHINE}, "1.0 s, memory not meas"),
-])  # fmt: skip
-def test_list_says_what_a_run_cost_or_what_its_manifest_lacks(project, capsys, manifest, told):
+@pytest.mark.parametrize(
+    ("manifest", "told"),
+    [
+        ({}, "incomplete (KeyError"),
+        ({"seconds": 1.0, "peak_memory": 5}, "incomplete (KeyError"),
+        (
+            {"seconds": 1.0, "peak_memory": 5, "environment": []},
+            "incomplete (TypeError",
+        ),
+        (
+            {"seconds": None, "peak_memory": 5, "environment": MACHINE},
+            "incomplete (TypeError",
+        ),
+        (
+            {"seconds": 75.0, "peak_memory": 5e6, "environment": MACHINE},
+            "1 min 15 s, 5 MB on X 9",
+        ),
+        (
+            {"seconds": 1.0, "peak_memory": None, "environment": MACHINE},
+            "1.0 s, memory not meas",
+        ),
+    ],
+)
+def test_list_says_what_a_run_cost_or_what_its_manifest_lacks(
+    project, capsys, manifest, told
+):
     for seed in (0, 2):
         run = Run("toy", "nano", "study", seed, (), manifest=manifest)
         results.write_run(project / "results" / "toy" / "nano" / f"{seed}.parquet", run)
@@ -155,11 +257,17 @@ def test_a_fault_of_ours_is_one_line_and_a_report_to_send(project, monkeypatch, 
     monkeypatch.setattr("moebook.results.root", lambda: {}["\x1b[2J"])
     assert cli.main(["list"]) == 3
     told = capsys.readouterr()
-    assert told.err.startswith(r"E-INTERNAL: KeyError: '\x1b[2J'; this is a fault of moebook")
+    assert told.err.startswith(
+        r"E-INTERNAL: KeyError: '\x1b[2J'; this is a fault of moebook"
+    )
     assert told.err.count("\n") == 1 and told.out == ""
     report = Path(told.err.split()[-1])
     text = report.read_text()
-    assert "['list']" in text and "Traceback" in text and f"moebook {cli.__version__}" in text
+    assert (
+        "['list']" in text
+        and "Traceback" in text
+        and f"moebook {cli.__version__}" in text
+    )
     report.unlink()
 
 
@@ -170,18 +278,27 @@ def test_a_book_is_made_and_an_audit_printed(project, monkeypatch, capsys):
     monkeypatch.setattr(book, "make", lambda *given: done.append(given))
     assert cli.main(["book", "--tier", "smoke", "--only", "toy"]) == 0
     assert done == [("smoke", "toy", project)]
-    assert cli.main(["audit", "pesc"]) == 0 and capsys.readouterr().out.startswith("pesc: ")
+    assert cli.main(["audit", "pesc"]) == 0 and capsys.readouterr().out.startswith(
+        "pesc: "
+    )
 
 
 HEAVY = "torch transformers peft lm_eval pandas papermill IPython matplotlib scipy sklearn".split()
 
 
-@pytest.mark.parametrize("words", ["list", "verify", "verify toy", "plan --help", "--version"])
+@pytest.mark.parametrize(
+    "words", ["list", "verify", "verify toy", "plan --help", "--version"]
+)
 def test_a_command_imports_nothing_that_it_does_not_need(project, words):
     if words == "verify":  # of nothing: there is no run yet
         (project / "results").mkdir()
     else:
-        manifest = {"seconds": 1.0, "peak_memory": 5, "environment": MACHINE, "date": "2026-01-02"}
+        manifest = {
+            "seconds": 1.0,
+            "peak_memory": 5,
+            "environment": MACHINE,
+            "date": "2026-01-02",
+        }
         run = Run("toy", "nano", "study", 0, (), manifest=manifest)
         store.keep(run, project / "results" / "toy" / "nano" / "0.parquet", project)
     code = f"""
@@ -190,9 +307,18 @@ atexit.register(lambda: print("loaded:", *{{*{HEAVY}}} & {{*sys.modules}}))
 from moebook.cli import main
 print("code:", main({words.split()}))"""
     environment = {**os.environ, "PYTHONPATH": ROOT}
-    told = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
-    assert told.splitlines()[-1].removesuffix(" pandas" * (words == "verify toy")) == "loaded:"
-    assert "--help" in words or "--version" in words or f"code: {int(words == 'verify')}" in told
+    told = subprocess.check_output(
+        [sys.executable, "-c", code], text=True, env=environment
+    )
+    assert (
+        told.splitlines()[-1].removesuffix(" pandas" * (words == "verify toy"))
+        == "loaded:"
+    )
+    assert (
+        "--help" in words
+        or "--version" in words
+        or f"code: {int(words == 'verify')}" in told
+    )
 
 
 def test_libraries_add_nothing_to_the_line(project):
@@ -215,7 +341,10 @@ def noisy(options):
 sys.argv = ["moebook", "noisy"]
 sys.exit(cli.main())"""
     environment = {**os.environ, "PYTHONPATH": ROOT}
-    for options, told in (((), "E-DATA: the line\n"), (("-W", "default"), "UserWarning: odd")):
+    for options, told in (
+        ((), "E-DATA: the line\n"),
+        (("-W", "default"), "UserWarning: odd"),
+    ):
         command = [sys.executable, *options, "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 2 and told in done.stderr

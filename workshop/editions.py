@@ -49,7 +49,9 @@ class Exercise:
 @cache
 def pages() -> str:
     """Return all pages of the book as one text, in which labels are looked up."""
-    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(BOOK.glob("*.md")))
+    return "\n".join(
+        path.read_text(encoding="utf-8") for path in sorted(BOOK.glob("*.md"))
+    )
 
 
 def plain(text: str) -> str:
@@ -87,14 +89,18 @@ def cells(exercise: Exercise, edition: str, note: dict[str, Any]) -> Iterator[An
     instructor = edition == "instructor"
     minutes = f" ({note['minutes']} minutes)" if instructor else ""
     hint = f"<details><summary>Hint</summary>\n\n{note['hint']}\n</details>"
-    yield new_markdown_cell(f"## {exercise.title}{minutes}\n\n{exercise.text}\n\n{hint}")
+    yield new_markdown_cell(
+        f"## {exercise.title}{minutes}\n\n{exercise.text}\n\n{hint}"
+    )
     if exercise.code:
         yield new_code_cell(exercise.code["solution" if instructor else "stub"])
         yield new_code_cell(exercise.code["check"] + '\n\nprint("passed")')
     elif not instructor:
         yield new_markdown_cell("*Your answer:*")
     if instructor:
-        asked = "\n".join(f"- *{question}* {answer}" for question, answer in note["asked"].items())
+        asked = "\n".join(
+            f"- *{question}* {answer}" for question, answer in note["asked"].items()
+        )
         yield new_markdown_cell(
             f"**Solution.** {exercise.solution}\n\n**Usually asked**\n\n{asked}"
         )
@@ -102,11 +108,15 @@ def cells(exercise: Exercise, edition: str, note: dict[str, Any]) -> Iterator[An
 
 def notebook(page: Path, edition: str) -> Any:
     """Make the notebook of a page in an edition."""
-    notes = yaml.safe_load(Path(__file__).with_name("notes.yaml").read_text(encoding="utf-8"))
+    notes = yaml.safe_load(
+        Path(__file__).with_name("notes.yaml").read_text(encoding="utf-8")
+    )
     title, tasks = exercises(page)
     minutes = sum(notes[task.label]["minutes"] for task in tasks)
     lead = f"{len(tasks)} exercises, about {minutes} minutes."
-    made = [new_markdown_cell(HEAD.format(title=f"{title} ({edition} edition)", lead=lead))]
+    made = [
+        new_markdown_cell(HEAD.format(title=f"{title} ({edition} edition)", lead=lead))
+    ]
     for task in tasks:
         made += cells(task, edition, notes[task.label])
     for number, cell in enumerate(made):

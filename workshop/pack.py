@@ -46,7 +46,11 @@ venv/bin/moebook doctor
 venv/bin/moebook run routing --on smoke
 venv/bin/jupyter lab --version
 """
-OFFLINE = ["unshare", "--map-root-user", "--net"]  # a network without so much as a loopback
+OFFLINE = [
+    "unshare",
+    "--map-root-user",
+    "--net",
+]  # a network without so much as a loopback
 
 
 def main(folder: Path) -> Path:
@@ -64,10 +68,19 @@ def main(folder: Path) -> Path:
     shutil.copy(folder / "requirements.nodeps.lock", pack)
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
     (pack / "install.sh").write_text(INSTALL, encoding="utf-8")
-    (pack / "README.md").write_text(README.format(python=python, system=os.uname().sysname))
+    (pack / "README.md").write_text(
+        README.format(python=python, system=os.uname().sysname)
+    )
     for part in sorted(pack.iterdir()):
-        files = [part] if part.is_file() else [path for path in part.rglob("*") if path.is_file()]
-        print(f"{size(sum(path.stat().st_size for path in files)):>8}  {part.name}", flush=True)
+        files = (
+            [part]
+            if part.is_file()
+            else [path for path in part.rglob("*") if path.is_file()]
+        )
+        print(
+            f"{size(sum(path.stat().st_size for path in files)):>8}  {part.name}",
+            flush=True,
+        )
     attempt(pack)
     return pack
 
@@ -79,10 +92,16 @@ def wheels(folder: Path, target: Path) -> None:
     _run([*pip, "wheel", "-w", str(target), "-r", str(locked)], "the wheelhouse")
     apart = ["-r", str(folder / "requirements.nodeps.lock"), str(folder)]
     _run([*pip, "wheel", "--no-deps", "-w", str(target), *apart], "the wheelhouse")
-    _run([*pip, "wheel", "-w", str(target), "-c", str(locked), "jupyterlab"], "the wheelhouse")
+    _run(
+        [*pip, "wheel", "-w", str(target), "-c", str(locked), "jupyterlab"],
+        "the wheelhouse",
+    )
     if heavy := sorted(path.name for path in target.glob("nvidia*")):
-        refuse("E-DEP", f"pip chose a torch for GPUs, which brings {len(heavy)} packages such as "
-               f"{heavy[0]}; set PIP_INDEX_URL to an index with builds for the CPU")  # fmt: skip
+        refuse(
+            "E-DEP",
+            f"pip chose a torch for GPUs, which brings {len(heavy)} packages such as "
+            f"{heavy[0]}; set PIP_INDEX_URL to an index with builds for the CPU",
+        )
 
 
 def attempt(pack: Path) -> None:

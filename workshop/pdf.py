@@ -24,7 +24,9 @@ def write(target: Path, folder: Path) -> Path:
     """Print a project whose book is built; the file is there when this returns."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        refuse("E-DEP", f"the PDF is printed by one of {', '.join(BROWSERS)}: install one")
+        refuse(
+            "E-DEP", f"the PDF is printed by one of {', '.join(BROWSERS)}: install one"
+        )
     with rendering.alone(folder):
         rendering.render(folder, "singlehtml")
     page = folder / "_build" / "singlehtml" / "intro.html"

@@ -17,7 +17,9 @@ MARK = "<!-- {}: python -m workshop.readme -->\n"
 def found(folder: Path) -> str:
     """Return the main claims with their verdicts as Markdown, a line each."""
     rows = findings.mains(verdicts.ledger(folder, live=False))
-    return "".join(f"- {TITLES[row.claim.paper]}: {findings.sentence(row)}\n" for row in rows)
+    return "".join(
+        f"- {TITLES[row.claim.paper]}: {findings.sentence(row)}\n" for row in rows
+    )
 
 
 def times(folder: Path) -> str:

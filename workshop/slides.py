@@ -24,7 +24,9 @@ from moebook.notebook.pages import TITLES
 from workshop.editions import exercises, plain
 
 HERE = Path(__file__).parent
-FIGURE = re.compile(r"(?s)```\{figure\} (\S+)\n.*?^:alt: (.*?)\n\n(.*?)\n```", re.MULTILINE)
+FIGURE = re.compile(
+    r"(?s)```\{figure\} (\S+)\n.*?^:alt: (.*?)\n\n(.*?)\n```", re.MULTILINE
+)
 MOST = 4  # sentences on a slide
 
 
@@ -55,7 +57,9 @@ def slides(paper: str, folder: Path) -> Iterator[Slide]:
     rows = findings.ordered(verdicts.ledger(folder, paper, live=False))
     measured = [row for row in rows if row.verdicts]
     for label in dict.fromkeys(row.labels[0] for row in measured):
-        mine = [f"- {findings.sentence(row)}" for row in measured if row.labels[0] == label]
+        mine = [
+            f"- {findings.sentence(row)}" for row in measured if row.labels[0] == label
+        ]
         for at in range(0, len(mine), MOST):
             text = "\n".join(mine[at : at + MOST])
             yield Slide(f"What we found: {verdicts.LABELS[label]}", text)
@@ -75,20 +79,28 @@ def _figures(cells: list[Any]) -> Iterator[Slide]:
         for output in cell.get("outputs", []):
             if figure and (png := output.get("data", {}).get("image/png")):
                 caption, alt = figure["figure"]["caption"], figure["image"]["alt"]
-                yield Slide(heading, "", data(base64.b64decode(png), "png"), alt, caption)
+                yield Slide(
+                    heading, "", data(base64.b64decode(png), "png"), alt, caption
+                )
 
 
 def write(target: Path, folder: Path) -> list[Path]:
     """Write a deck a paper and the libraries beside them; return the decks."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
     )
     environment.filters["markdown2html"] = markdown2html
     template, decks = environment.get_template("slides.html"), []
     shutil.copytree(HERE / "reveal", target / "reveal", dirs_exist_ok=True)
-    shutil.copy(folder / "book" / "_static" / "mathjax" / "tex-svg.js", target / "reveal")
+    shutil.copy(
+        folder / "book" / "_static" / "mathjax" / "tex-svg.js", target / "reveal"
+    )
     for paper in papers.PAPERS:
-        deck = template.render(title=f"{TITLES[paper]}: slides", slides=list(slides(paper, folder)))
+        deck = template.render(
+            title=f"{TITLES[paper]}: slides", slides=list(slides(paper, folder))
+        )
         (target / f"{paper}.html").write_text(deck, encoding="utf-8")
         decks.append(target / f"{paper}.html")
     return decks

@@ -37,7 +37,10 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         before, start = spent(), time.perf_counter()
         command = pace.COMMANDS[name]
         done = subprocess.run(command.split(), cwd=clone, env=environment, check=False)
-        found: dict[str, Any] = {"wall": time.perf_counter() - start, "cpu": spent() - before}
+        found: dict[str, Any] = {
+            "wall": time.perf_counter() - start,
+            "cpu": spent() - before,
+        }
         if done.returncode:
             refuse("E-TIMES", f"{command} ended with status {done.returncode}")
         pages = sorted((clone / "book" / "notebooks").glob("*.parquet"))
@@ -56,19 +59,27 @@ def main(names: list[str], folder: Path) -> Path:
     """Measure commands and write the record; what is measured for another release is dropped."""
     busy = os.getloadavg()[0]
     if busy > QUIET:
-        refuse("E-TIMES", f"{busy:.1f} programs are at work here: they would be measured too")
+        refuse(
+            "E-TIMES",
+            f"{busy:.1f} programs are at work here: they would be measured too",
+        )
     path, told = folder / "results" / pace.RECORD, pace.times(folder)
     if told.get("version") != moebook.__version__:
         told = {"version": moebook.__version__, "commands": {}, "notebooks": {}}
     machine = runtime.environment()
-    told["machine"] = {part: machine[part] for part in ("cpu", "cores", "memory", "system")}
+    told["machine"] = {
+        part: machine[part] for part in ("cpu", "cores", "memory", "system")
+    }
     told["pace"] = measured_pace(folder)
     for name in names:
         found = measure(name, folder)
         taken = found.pop("notebooks")
         if name in TIERS:
             told["notebooks"][TIERS[name]] = taken
-        found |= {"date": datetime.now(UTC).date().isoformat(), "commit": results.commit(folder)}
+        found |= {
+            "date": datetime.now(UTC).date().isoformat(),
+            "commit": results.commit(folder),
+        }
         told["commands"][name] = found
         results.write(path, json.dumps(told, indent=1) + "\n")
     return path

@@ -25,7 +25,9 @@ Method = Literal["umap", "pca"]
 
 
 @checked
-def purity(points: Annotated[Tensor, FINITE], labels: Tensor, *, seed: Seed = 0) -> pd.DataFrame:
+def purity(
+    points: Annotated[Tensor, FINITE], labels: Tensor, *, seed: Seed = 0
+) -> pd.DataFrame:
     """Cluster each layer's points without labels; count how well clusters are domains.
 
     Points are ``[L, S, D]``, labels ``[S]`` their domains, of which there are as many
@@ -50,7 +52,9 @@ def purity(points: Annotated[Tensor, FINITE], labels: Tensor, *, seed: Seed = 0)
 
 
 @checked
-def project(points: Annotated[Tensor, FINITE], method: Method = "umap", *, seed: Seed = 0) -> Plane:
+def project(
+    points: Annotated[Tensor, FINITE], method: Method = "umap", *, seed: Seed = 0
+) -> Plane:
     """Lay out each layer's points ``[L, S, D]`` in a plane of its own, ``[L, S, 2]``.
 
     Each layer is centred and scaled to a largest coordinate of 1. Distances between far

@@ -61,7 +61,9 @@ class _Totals:
         }
 
 
-def statistics(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> pd.DataFrame:
+def statistics(
+    model: nn.Module, batches: Iterable[Mapping[str, Tensor]]
+) -> pd.DataFrame:
     """Measure every router, ours or of transformers, over some text, padding left out.
 
     Returns:
@@ -124,7 +126,9 @@ def _trained(router: nn.Module) -> list[Tensor]:
     return weights
 
 
-def _gradients(model: nn.Module, batch: Mapping[str, Any], weights: list[Tensor]) -> list[float]:
+def _gradients(
+    model: nn.Module, batch: Mapping[str, Any], weights: list[Tensor]
+) -> list[float]:
     """Return the norm of the loss's gradient at each of the weights."""
     check_batch("gradients", model, batch, needs=["labels"])
     inputs = send_to_device(batch, next(model.parameters()).device)

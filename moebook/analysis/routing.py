@@ -99,7 +99,9 @@ def load(frame: Shares) -> pd.DataFrame:
 
 def _over_domains(frame: pd.DataFrame, index: str | list[str]) -> pd.DataFrame:
     """Each expert's share of the slots of all domains, one column an expert."""
-    slots = frame.pivot_table(index=index, columns="expert", values="slots", aggfunc="sum")
+    slots = frame.pivot_table(
+        index=index, columns="expert", values="slots", aggfunc="sum"
+    )
     return slots.div(slots.sum(axis=1), axis=0)
 
 
@@ -144,7 +146,9 @@ def panels(shares: Shares, most: Count = 4) -> dict[str, pd.DataFrame]:
     tables = {}
     for layer, of_layer in shares.groupby("layer"):
         if layer in layers:
-            table = of_layer.pivot_table(index="domain", columns="expert", values="share")
+            table = of_layer.pivot_table(
+                index="domain", columns="expert", values="share"
+            )
             tables[f"layer {layer}"] = table
     return tables
 

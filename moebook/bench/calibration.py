@@ -47,7 +47,9 @@ def cases() -> list[Case]:
         Case("PESC with LoRA", "nano", adapters),
         Case("all parameters", "nano-moe", methods.full()),
         Case("four upcycled experts", "nano", methods.upcycling(upcycling.Config())),
-        Case("all parameters, checkpointing", "nano", methods.full(), checkpointing=True),
+        Case(
+            "all parameters, checkpointing", "nano", methods.full(), checkpointing=True
+        ),
         Case("mixture of four LoRAs", "nano", mixed),
         Case("LoRA", "nano-moe", methods.lora(8, 2.0)),
         Case(
@@ -84,7 +86,9 @@ def calibrate(device: str, folder: Path) -> Path:
     return path
 
 
-def _measured(case: Case, place: torch.device, roof: dict[str, float]) -> dict[str, Any]:
+def _measured(
+    case: Case, place: torch.device, roof: dict[str, float]
+) -> dict[str, Any]:
     """Train a case for a few steps; return what was predicted and measured, or why not.
 
     ``bytes`` are those of all tensors that were alive at once, ``resident`` what the

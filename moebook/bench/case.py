@@ -53,7 +53,9 @@ def expert_step(slots: int, trained: int, width: int, expert: int) -> list[Produ
     return [Product(slots, width, expert, 6), Product(trained, width, expert, 3)]
 
 
-def dense(products: Sequence[Product], device: torch.device, dtype: torch.dtype) -> Contender:
+def dense(
+    products: Sequence[Product], device: torch.device, dtype: torch.dtype
+) -> Contender:
     """Return the floor as a contender: the products, each by the fastest library."""
     fastest = [_fastest(shape, device, dtype) for shape in products]
 
@@ -101,7 +103,9 @@ class Case:
     contenders: list[Contender] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)  # who is not in it, and why
 
-    def add(self, name: str, forward: Run, *, host: bool = False, after: Run = tuple) -> None:
+    def add(
+        self, name: str, forward: Run, *, host: bool = False, after: Run = tuple
+    ) -> None:
         """Add who computes by ``forward``, on the CPU if ``host``; ``after`` ends."""
         if self.cotangent is None:
             without_graph = torch.no_grad()(forward)
@@ -121,7 +125,9 @@ class Case:
         except Exception as error:  # a peer may fail in any way
             self.absent[name] = why(error)
 
-    def floor(self, products: Sequence[Product], device: torch.device, dtype: torch.dtype) -> None:
+    def floor(
+        self, products: Sequence[Product], device: torch.device, dtype: torch.dtype
+    ) -> None:
         """Add dense products as the floor."""
         self.flops = sum(product.flops for product in products)
         self.contenders.append(dense(products, device, dtype))

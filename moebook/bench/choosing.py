@@ -42,7 +42,9 @@ def bank(device: torch.device, N: int, S: int, R: int, bits: int = 32) -> Case:
         hosted.double()
     by_peft = partial(_by_peft, hosted, own_loras, items)
     case = Case(size_of(*model.parameters()))
-    case.add("ours", partial(scoring.log_perplexity, model, tokenizer, own_loras, shots))
+    case.add(
+        "ours", partial(scoring.log_perplexity, model, tokenizer, own_loras, shots)
+    )
     case.floor(_products(model, items, N, R), device, torch.float32)
     case.add("set_adapter, all shots at once", partial(by_peft, len(items)))
     case.add("set_adapter, shot by shot", partial(by_peft, 1))
@@ -71,7 +73,9 @@ def _nats(model: Any, items: list[Item]) -> Tensor:
     return sums / (targets != IGNORED).sum(1)
 
 
-def _hosted(number: int, rank: int, device: torch.device) -> tuple[Any, dict[str, Lora]]:
+def _hosted(
+    number: int, rank: int, device: torch.device
+) -> tuple[Any, dict[str, Lora]]:
     """Put random LoRAs on q and v of the base by PEFT; return both, LoRAs as ours."""
     torch.manual_seed(0)
     peft = peer("peft")

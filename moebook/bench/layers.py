@@ -93,7 +93,9 @@ def _hosted(implementation: str, inputs: Inputs) -> Run:
     # It copies the weights of every slot.
     copied = routing.ids.numel() * size_of(*bank) // E
     if implementation == "batched_mm" and copied > LARGEST:
-        refuse("E-MEMORY", f"its copies of the weights would take {copied / 1e9:.0f} GB")
+        refuse(
+            "E-MEMORY", f"its copies of the weights would take {copied / 1e9:.0f} GB"
+        )
     mixtral = peer("transformers.models.mixtral")
     config = mixtral.MixtralConfig(
         num_local_experts=E, hidden_size=D, intermediate_size=gate_and_up // 2

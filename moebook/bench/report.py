@@ -89,7 +89,9 @@ def right(kind: str, value: float, bound: float) -> bool:
     return bool(compare(value, bound))
 
 
-def _judged(case: pd.DataFrame, against: str, kind: str, bound: float) -> tuple[float, str, str]:
+def _judged(
+    case: pd.DataFrame, against: str, kind: str, bound: float
+) -> tuple[float, str, str]:
     """Return what was measured, the verdict and the reason."""
     ours = case.loc["ours"]
     if pd.isna(ours["seconds"]):
@@ -148,7 +150,9 @@ def _shown(frame: pd.DataFrame, goals: pd.DataFrame) -> pd.DataFrame:
     """The table's numbers as text, and behind them the contender's goals."""
     case = ["op", "case"]
     floors = frame[frame["contender"] == "floor"].set_index(case)["ratio"]
-    values = goals["measured"].map(" ({:.2f})".format).where(goals["measured"].notna(), "")
+    values = (
+        goals["measured"].map(" ({:.2f})".format).where(goals["measured"].notna(), "")
+    )
     aims = goals.assign(aim=goals["goal"] + ": " + goals["verdict"] + values)
     aims = aims.groupby([*case, "against"])["aim"].agg("; ".join)
     lines = frame.join(floors.rename("floor"), on=case)
@@ -172,7 +176,9 @@ def growth_table(frame: pd.DataFrame) -> str:
     """Return a sweep as text: milliseconds by contender and letter, the exponent."""
     if frame.empty:
         return "How cost grows: nothing ran"
-    title = "How cost grows: ms at each value of a letter, then the exponent (1 is linear)"
+    title = (
+        "How cost grows: ms at each value of a letter, then the exponent (1 is linear)"
+    )
     lines = [title]
     for (op, letter), rows in frame.groupby(["op", "letter"], sort=False):
         meanings = {axis[0]: axis[1] for axis in OPS[op]["sweep"].values()}
@@ -181,7 +187,9 @@ def growth_table(frame: pd.DataFrame) -> str:
         lines.append(f"{op}, {meanings[letter]}, {letter} = {values}")
         times["exponent"] = rows.groupby("contender")["exponent"].first()
         number = "{:.2f}".format
-        lines.append(times.to_string(header=False, index_names=False, float_format=number))
+        lines.append(
+            times.to_string(header=False, index_names=False, float_format=number)
+        )
     return "\n".join(lines)
 
 
@@ -221,7 +229,9 @@ def write(
     return path
 
 
-def _values(ran: pd.DataFrame, growth: pd.DataFrame, roof: Mapping[str, float]) -> Iterator[Value]:
+def _values(
+    ran: pd.DataFrame, growth: pd.DataFrame, roof: Mapping[str, float]
+) -> Iterator[Value]:
     """Values as ``op/case/contender/..``, a case's counts as ``op/case/..``."""
     for row in ran.to_dict("records"):
         if row["contender"] == "ours":

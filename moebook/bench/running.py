@@ -60,7 +60,9 @@ def find(name: str) -> dict[str, Any]:
 
 def build(name: str, device: torch.device, **letters: int) -> Case:
     """Make a case of an op; its module is imported now, as some take long."""
-    make: Callable[..., Case] = pkgutil.resolve_name(f"moebook.bench.{find(name)['build']}")
+    make: Callable[..., Case] = pkgutil.resolve_name(
+        f"moebook.bench.{find(name)['build']}"
+    )
     return make(device, **letters)
 
 
@@ -167,13 +169,17 @@ def measured(
     try:
         case = build(name, place, **letters)
         costs, failed = interleave(case.contenders, place, rounds=rounds, budget=budget)
-    except Refusal as refusal:  # of our own op: a case that it cannot do is a result too
+    except (
+        Refusal
+    ) as refusal:  # of our own op: a case that it cannot do is a result too
         return [{**head, "contender": "ours", "note": refusal.message}]
     head |= {"flops": case.flops, "traffic": case.traffic}
     lines = []
     for who, cost in costs.items():
         key = f"{name}/{label}/{slug(who)}"
-        lines.append({**head, "contender": who, "key": key, "note": "", **cost._asdict()})
+        lines.append(
+            {**head, "contender": who, "key": key, "note": "", **cost._asdict()}
+        )
     if profiled:
         ours = case.contenders[0]
         lines[0]["profile"] = shares(ours, place, costs[ours.name].seconds)
@@ -276,7 +282,9 @@ def _step_check(place: torch.device) -> Check:
     return "gradients", max(errors), 1e-9
 
 
-def _results(op: Callable[..., Any], impl: str, inputs: list[Tensor]) -> dict[str, Tensor]:
+def _results(
+    op: Callable[..., Any], impl: str, inputs: list[Tensor]
+) -> dict[str, Tensor]:
     """Return an op's outputs, and the gradients where it has any."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     result = op(*leaves, impl=impl)

@@ -27,7 +27,9 @@ CLIP = 0.3  # norm of the gradient at most, as in PESC's protocols
 Batch = dict[str, Any]
 
 
-def pesc_step(device: torch.device, B: int, E: int, R: int, K: int = 2, bits: int = 32) -> Case:
+def pesc_step(
+    device: torch.device, B: int, E: int, R: int, K: int = 2, bits: int = 32
+) -> Case:
     """Forward and backward pass, balance loss, clipping and AdamW for B rows of the tasks.
 
     E adapters of width R, K a token; LoRA of rank 16 on all linear layers, dropout before both. In
@@ -37,7 +39,9 @@ def pesc_step(device: torch.device, B: int, E: int, R: int, K: int = 2, bits: in
     base, tokenizer = models.load("nano", device=str(device))
     config = pesc.Config(experts=E, top_k=K, adapter_width=R, host="lora", lora_rank=16)
     sparse = pesc.prepare(base, config).train()
-    for parameter in trained(sparse):  # where half of them are zero, so are most gradients
+    for parameter in trained(
+        sparse
+    ):  # where half of them are zero, so are most gradients
         nn.init.normal_(parameter, std=0.02)
     if bits == 64:
         sparse.double()
@@ -64,7 +68,9 @@ def pesc_step(device: torch.device, B: int, E: int, R: int, K: int = 2, bits: in
 
 def _batch(tokenizer: Any, size: int) -> Batch:
     """Return the batch of an epoch over the tasks' rows whose tokens are nearest to the mean."""
-    rows = encode(draw(list(tasks.CATALOGUE), "train", ROWS), tokenizer, max_length=LONGEST)
+    rows = encode(
+        draw(list(tasks.CATALOGUE), "train", ROWS), tokenizer, max_length=LONGEST
+    )
     batches = Batches(rows, size, seed=0, pad_id=tokenizer.pad_token_id)
     steps = range(batches.per_epoch - 1)  # the last may have fewer rows
     mean = sum(batches.tokens(step) for step in steps) / len(steps)
@@ -162,7 +168,9 @@ def step_products(model: nn.Module, batch: Batch) -> list[Product]:
 
     kinds = LoraLinear, mnn.Router, mnn.Adapters
     counted = [module for module in model.modules() if isinstance(module, kinds)]
-    handles = [part.register_forward_pre_hook(count) for part in (*counted, model.lm_head)]
+    handles = [
+        part.register_forward_pre_hook(count) for part in (*counted, model.lm_head)
+    ]
     model(**batch, use_cache=False)
     for handle in handles:
         handle.remove()

@@ -28,10 +28,13 @@ class Contender:
     """One way of doing a case's work: ``"ours"``, the ``"floor"`` or a peer's."""
 
     name: str
-    run: Callable[[], Any]  # does the work once, after the gradients of leaves are freed
+    # Does the work once, after the gradients of leaves are freed.
+    run: Callable[[], Any]
     leaves: Sequence[torch.Tensor] = ()
     forward: Callable[[], Any] | None = None  # alone, where a backward pass follows
-    host: bool = False  # works on the CPU whatever the device: its own clock is the wall's
+    host: bool = (
+        False  # works on the CPU whatever the device: its own clock is the wall's
+    )
 
     def prepare(self) -> None:
         """Free the gradients of the last run."""
@@ -113,7 +116,9 @@ def _cost(turns: list[Turn]) -> Cost:
     )
 
 
-def timed(contender: Contender, device: torch.device, *, watched: bool = False) -> Timing:
+def timed(
+    contender: Contender, device: torch.device, *, watched: bool = False
+) -> Timing:
     """Run a contender once; ``watched`` measures its memory too."""
     if not watched:
         return _clocked(contender, device)
@@ -186,7 +191,9 @@ def _gpu_seconds(contender: Contender, device: torch.device) -> float:
     return start.elapsed_time(end) / 1000
 
 
-def shares(contender: Contender, device: torch.device, seconds: float) -> dict[str, float]:
+def shares(
+    contender: Contender, device: torch.device, seconds: float
+) -> dict[str, float]:
     """Return shares of ``seconds`` by torch's op or GPU kernel, and ``all else``."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it logs its start and end
     gpu = device.type == "cuda"

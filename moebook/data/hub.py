@@ -115,7 +115,9 @@ def _origin(name: str, origins: Mapping[str, Origin]) -> Origin:
         refuse("E-PIN", f"no origin is given for '{name}'; {nearest(name, origins)}")
 
 
-def _draw(label: str, pool: list[tuple[str, Rows]], size: int | None, seed: int) -> list[Row]:
+def _draw(
+    label: str, pool: list[tuple[str, Rows]], size: int | None, seed: int
+) -> list[Row]:
     """Map all rows of the pool, or `size` at random, by their sets' templates."""
     drawn = []
     for name, rows in pool:
@@ -240,7 +242,9 @@ def shards(
     root = place / repository
     if not root.is_dir() and repository in COPIES:
         root = place / COPIES[repository]
-    form = re.compile(rf"{re.escape(split)}(-\d+-of-(\d+))?\.(jsonl|json|parquet|jsonl\.gz)")
+    form = re.compile(
+        rf"{re.escape(split)}(-\d+-of-(\d+))?\.(jsonl|json|parquet|jsonl\.gz)"
+    )
     paths = []
     kinds = set()  # folder, ending, and how many files there are to be
     for path in sorted(root.rglob("*")):
@@ -309,7 +313,9 @@ def _json(path: Path) -> list[Any]:
             content = [dict(zip(content, line, strict=True)) for line in lines]
         else:
             content = [content]
-    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+    if not isinstance(content, list) or not all(
+        isinstance(row, dict) for row in content
+    ):
         raise TypeError("expected objects")
     return content
 

@@ -28,7 +28,9 @@ ROLES = {
     "assistant": "answer",
     "gpt": "answer",
 }
-_JINJA = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+_JINJA = jinja2.Environment(
+    undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +47,20 @@ class Source:
     system: str = ""  # left out where it is empty
     options: str = ""
     labels: str = ""
-    lettered: bool = True  # whether the answer, if one of options, has a letter before it
+    lettered: bool = (
+        True  # whether the answer, if one of options, has a letter before it
+    )
     form: str = ""  # a key of FORMS in place of templates
     domain: str = ""
     licence: str = ""
     config: str | None = None  # its configuration, when it has several
     split: str = "train"  # what it is trained on, where that is no target
-    files: str | None = None  # pattern of its files, when the repository holds many sets
-    compare: str = "first_line"  # of COMPARE: how answers are read before they are compared
+    files: str | None = (
+        None  # pattern of its files, when the repository holds many sets
+    )
+    compare: str = (
+        "first_line"  # of COMPARE: how answers are read before they are compared
+    )
     tests: str = ""  # field with the list of tests that judge a program
     max_new_tokens: int = 64  # enough for an answer, of tens of thousands of tokens
 
@@ -136,7 +144,9 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def field(row: Mapping[str, Any], name: str, where: str, default: str | None = None) -> str:
+def field(
+    row: Mapping[str, Any], name: str, where: str, default: str | None = None
+) -> str:
     """Take a text field of a raw row (see `clean`), or the default where it is null."""
     value = row.get(name)
     if value is None and default is not None:

@@ -105,7 +105,9 @@ def _loaded(name: str, folder: Path | None) -> dict[str, Task]:
     config = index.task_index[name].cfg or {}
     _refuse_code(name, config.get("unsafe_code"))
     try:
-        tasks: dict[str, Task] = index.load(_local(name, folder) if folder else [name])["tasks"]
+        tasks: dict[str, Task] = index.load(_local(name, folder) if folder else [name])[
+            "tasks"
+        ]
     except ImportError as error:
         refuse("E-DEP", f"benchmark '{name}' needs a package: {error}")
     except (OSError, ValueError, RuntimeError) as error:
@@ -129,7 +131,9 @@ def _check(name: str, task: Task) -> None:
 
 def _refuse_code(name: str, unsafe: object) -> None:
     if unsafe:
-        runs = f"benchmark '{name}' runs code that the model wrote, outside of a sandbox"
+        runs = (
+            f"benchmark '{name}' runs code that the model wrote, outside of a sandbox"
+        )
         refuse("E-SANDBOX", f"{runs}; take {' or '.join(PROGRAMS)}")
 
 
@@ -164,7 +168,9 @@ class _Local(ConfigurableTask):
         except Exception as error:  # whatever a template or a function makes of damage
             at = f"{self.folder}: {self.at} of {', '.join(self.files)}"
             why = f"{type(error).__name__}: {error}"
-            refuse("E-DATA", f"{at} is not as on the hub ({why}); fetch the files again")
+            refuse(
+                "E-DATA", f"{at} is not as on the hub ({why}); fetch the files again"
+            )
 
     def doc_to_target(self, doc: Mapping[str, Any], doc_to_target: Any = None) -> Any:
         """Fill in the template of the answer, where 1.0 counts as the hub's 1."""
@@ -229,7 +235,9 @@ class _Local(ConfigurableTask):
         splits = {getattr(self.config, kind) for kind in SPLITS}
         for split in splits - {None}:
             rows = []
-            for file in hub.shards(self.folder, str(self.DATASET_PATH), self.DATASET_NAME, split):
+            for file in hub.shards(
+                self.folder, str(self.DATASET_PATH), self.DATASET_NAME, split
+            ):
                 rows += [row for _, row in hub.local(file)]
                 self.files[str(file.relative_to(self.folder))] = file
             self.dataset[split] = Dataset.from_list(rows)
@@ -353,7 +361,9 @@ def evaluate(
 
 @checked
 def summary(
-    table: Annotated[pd.DataFrame, columns("task asked", shares="correct unnormalised chance")],
+    table: Annotated[
+        pd.DataFrame, columns("task asked", shares="correct unnormalised chance")
+    ],
     base: str = "",
 ) -> pd.DataFrame:
     """Put what `evaluate` found beside chance and the scores of the base's model card.
@@ -413,7 +423,9 @@ def by_benchmark(
     # The same sum of weights for each benchmark, of all and of those in its domain.
     size = items.groupby("benchmark").correct.transform("size")
     of_domain = items.groupby("domain")
-    fair = of_domain.correct.transform("size") / of_domain.benchmark.transform("nunique")
+    fair = of_domain.correct.transform("size") / of_domain.benchmark.transform(
+        "nunique"
+    )
     items["weight"] = len(items) / items.benchmark.nunique() / size
     items["score"] = items.correct * items.weight
     items["domain_score"] = items.correct * (fair / size)

@@ -134,7 +134,9 @@ def rows(
         text, _ = programs[0]
         # Nothing is scored, and chance gets nothing.
         nll = nats = np.nan
-        lines.append((name, "benchmark", number, value, nll, nats, right, text, value, 0.0))
+        lines.append(
+            (name, "benchmark", number, value, nll, nats, right, text, value, 0.0)
+        )
     return lines
 
 
@@ -177,7 +179,8 @@ def _programs(
                 refuse("E-EXISTS", f"{other}; take another folder, or delete it")
             programs[item.name] = file["programs"]
     missing = [item for item in asked if item.name not in programs]
-    together = math.ceil(lm.batch / sampling.samples)  # items whose samples fill a batch
+    # Items whose samples fill a batch.
+    together = math.ceil(lm.batch / sampling.samples)
     for start in progress(range(0, len(missing), together), "programs"):
         judged_now = _judged(lm, missing[start : start + together], sampling)
         programs |= judged_now
@@ -188,7 +191,9 @@ def _programs(
     return [programs[item.name] for item in asked]
 
 
-def _judged(lm: InMemory, asked: list[Asked], sampling: Sampling) -> dict[str, Programs]:
+def _judged(
+    lm: InMemory, asked: list[Asked], sampling: Sampling
+) -> dict[str, Programs]:
     """Have the samples of a few items written in one go, and judged side by side."""
     items = []  # each as often as it is sampled
     draws = []

@@ -70,7 +70,9 @@ class Endpoint:
     price: tuple[float, float] = (0.0, 0.0)  # of a million tokens, read and written
     # What may be spent, in the price's currency.
     budget: Annotated[float, Field(gt=0, allow_inf_nan=True)] = math.inf
-    timeout: Positive = 60.0  # seconds for a whole call, from connecting to the last byte
+    timeout: Positive = (
+        60.0  # seconds for a whole call, from connecting to the last byte
+    )
     attempts: Count = 4
     workers: Count = 8  # requests at once
 
@@ -208,7 +210,9 @@ class Judge:
             return
         kept = f"{known} of {wanted} replies are kept in {self.folder}"
         if reply.tokens is None:
-            lacks = "a reply does not say how many tokens it took, so no budget can be held"
+            lacks = (
+                "a reply does not say how many tokens it took, so no budget can be held"
+            )
             refuse("E-BUDGET", f"{lacks}: {kept}; give no budget to go on")
         if self.cost > budget:
             spent = f"{self.cost:.4g} spent of {budget:g}"

@@ -47,7 +47,9 @@ class InMemory(TemplateLM):
     where it is "".
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, batch: int, chat: str = "") -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, batch: int, chat: str = ""
+    ) -> None:
         super().__init__()
         natural("InMemory", "batch", batch)
         if tokenizer.eos_token_id is None:
@@ -120,17 +122,23 @@ class InMemory(TemplateLM):
                 refuse("E-DATA", f"{spans}; put a blank between them")
         return before or [self.prefix_token_id], scored
 
-    def loglikelihood(self, requests: list[Instance], **_: Any) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: list[Instance], **_: Any
+    ) -> list[tuple[float, bool]]:
         """Score lm-eval's requests, each with an answer of one token or more."""
         for request in requests:
             context, continuation = request.args
             if not continuation:
                 where = f"an answer to '{context[-40:]}'"
                 refuse("E-DATA", f"{where} is empty; expected text to score")
-        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        scores: list[tuple[float, bool]] = super().loglikelihood(
+            requests, disable_tqdm=True
+        )
         return scores
 
-    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], **_: Any
+    ) -> list[tuple[float, bool]]:
         return self.score([(before, scored) for _, before, scored in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], **_: Any) -> list[float]:
@@ -192,7 +200,9 @@ class InMemory(TemplateLM):
         pairs: list[Pair] = [(ids, []) for ids in contexts]
         return [text for text, _ in self._answered(pairs, limits, drawn)]
 
-    def examine(self, pairs: Sequence[Pair], limits: Sequence[Limit]) -> list[tuple[str, float]]:
+    def examine(
+        self, pairs: Sequence[Pair], limits: Sequence[Limit]
+    ) -> list[tuple[str, float]]:
         """Return what `answer` and `score` give, reading a context once if possible."""
         if reads_prompt(self.model) or not keeps_cache(self.model):
             texts = self.answer([before for before, _ in pairs], limits)
@@ -214,7 +224,9 @@ class InMemory(TemplateLM):
         pairs = self._fitting(pairs, rooms)
         write = self._continued if keeps_cache(self.model) else self._rereading
         # Rows of a batch have the same limit, and about as many tokens.
-        order = sorted(range(len(pairs)), key=lambda row: (limits[row], len(pairs[row][0])))
+        order = sorted(
+            range(len(pairs)), key=lambda row: (limits[row], len(pairs[row][0]))
+        )
         groups = [list(group) for _, group in groupby(order, key=limits.__getitem__)]
         answers: dict[int, tuple[str, float]] = {}
         with plain(self.model):
@@ -226,12 +238,16 @@ class InMemory(TemplateLM):
                     of_rows: Drawn | None = (temperature, [draws[row] for row in rows])
                 else:
                     of_rows = None
-                answers.update(zip(rows, write(batch, most, stops, of_rows), strict=True))
+                answers.update(
+                    zip(rows, write(batch, most, stops, of_rows), strict=True)
+                )
         return [answers[row] for row in range(len(pairs))]
 
     @torch.no_grad()
     def _score(self, pairs: list[Pair]) -> list[tuple[float, bool]]:
-        ids, mask = self._padded([before + scored for before, scored in pairs], left=False)
+        ids, mask = self._padded(
+            [before + scored for before, scored in pairs], left=False
+        )
         # Logits are needed from the last token of the shortest context on.
         first = min(len(before) for before, _ in pairs) - 1
         targets = ids[:, first + 1 :]  # [B, places]
@@ -260,7 +276,8 @@ class InMemory(TemplateLM):
         """Take a token again and again; rows that have ended leave the batch."""
         ids, mask = self._padded([before for before, _ in pairs], left=True)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        last = torch.tensor([-1], device=ids.device)  # the only place of which logits are
+        # Logits are needed of the last place alone.
+        last = torch.tensor([-1], device=ids.device)
         cache = None
         going = list(range(len(pairs)))  # rows that have not ended
         taken: list[list[int]] = [[] for _ in pairs]
@@ -271,7 +288,9 @@ class InMemory(TemplateLM):
                 "attention_mask": mask,
                 "position_ids": positions,
             }
-            out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=last)
+            out = self.model(
+                **inputs, past_key_values=cache, use_cache=True, logits_to_keep=last
+            )
             if not scores:  # the contexts have been read, and nothing else
                 following = [scored for _, scored in pairs]
                 scores = self._following(out, mask, positions, following)

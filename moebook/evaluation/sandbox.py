@@ -106,7 +106,9 @@ def judged(
     return "lost: the judge ended without a verdict"
 
 
-def _start(stack: ExitStack, end: socket.socket, **job: object) -> subprocess.Popen[bytes]:
+def _start(
+    stack: ExitStack, end: socket.socket, **job: object
+) -> subprocess.Popen[bytes]:
     """Start one of the two at an end of what joins them; leaving the stack kills it."""
     with tempfile.TemporaryFile("w+") as file:
         json.dump(job, file)

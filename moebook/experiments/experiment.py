@@ -66,7 +66,9 @@ class Result:
     @property
     def trained(self) -> int:
         """How many parameters it trained."""
-        return sum(part.numel() for part in self.model.parameters() if part.requires_grad)
+        return sum(
+            part.numel() for part in self.model.parameters() if part.requires_grad
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ class Experiment:
         self._check_precision(arm.name, model)
         return model
 
-    def fit(self, arm: Arm, model: nn.Module, rate: float, milestones: Milestones = ()) -> History:
+    def fit(
+        self, arm: Arm, model: nn.Module, rate: float, milestones: Milestones = ()
+    ) -> History:
         """Train an arm's model by the recipe, at its rate."""
         recipe = {**self.recipe, **arm.recipe(self.settings)}
         return self._fit(arm, model, rate, recipe, arm.name, milestones)
@@ -127,7 +131,9 @@ class Experiment:
         """
         widen(model)
         trained = {str(part.dtype) for part in model.parameters() if part.requires_grad}
-        precision = " and ".join(sorted(dtype.removeprefix("torch.") for dtype in trained))
+        precision = " and ".join(
+            sorted(dtype.removeprefix("torch.") for dtype in trained)
+        )
         for other, before in self.precisions.items():
             if before != precision:
                 refuse(
@@ -140,7 +146,9 @@ class Experiment:
     def validate(self, model: nn.Module) -> float:
         """Return nats per answer token on the validation rows, the mean over tasks."""
         pad_id = self.recipe["pad_id"]
-        by_task = [nats(model, rows, pad_id=pad_id) for rows in self.valid_rows if len(rows)]
+        by_task = [
+            nats(model, rows, pad_id=pad_id) for rows in self.valid_rows if len(rows)
+        ]
         return float(np.mean(by_task))
 
     def choose_rates(self) -> Rates:

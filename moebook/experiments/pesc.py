@@ -35,7 +35,10 @@ FIELDS = (
     "lora_alpha",
 )
 HELD_OUT = 256  # rows of a mixture of the hub that are not trained on
-GAINING = ("code", "mathematics")  # domains in which the paper reports the largest gains
+GAINING = (
+    "code",
+    "mathematics",
+)  # domains in which the paper reports the largest gains
 
 
 def main(settings: Settings, **changes: Any) -> Config:
@@ -196,7 +199,9 @@ def experiment(
         arms=arms,
         load=load,
         train_rows=data.encode(rows.train, tokenizer, max_length=length),
-        valid_rows=[data.encode(part, tokenizer, max_length=length) for part in by_task],
+        valid_rows=[
+            data.encode(part, tokenizer, max_length=length) for part in by_task
+        ],
         recipe=recipe(settings, tokenizer.pad_token_id),
         test=test,
     )
@@ -227,14 +232,17 @@ def gains(sparse: Result, dense: Result) -> dict[str, float]:
     In points of accuracy, each domain counts equally.
     """
     of_sparse, of_dense = (
-        result.answers.groupby("domain").domain_score.mean() for result in (sparse, dense)
+        result.answers.groupby("domain").domain_score.mean()
+        for result in (sparse, dense)
     )
     points = 100 * (of_sparse - of_dense)
     means = points.groupby(points.index.isin(GAINING)).mean()
     return means.rename({False: "others", True: "code_and_mathematics"}).to_dict()
 
 
-def shares(results: Mapping[str, Result], batches: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+def shares(
+    results: Mapping[str, Result], batches: Mapping[str, Any]
+) -> dict[str, pd.DataFrame]:
     """Measure by domain which expert serves which tokens, of arms with several experts."""
     return {
         name: routing.shares(result.model, batches)

@@ -30,7 +30,9 @@ class Rates:
         if len(tried) < 2:
             return {}
         of_rate = {tried[0]: "lowest", tried[-1]: "highest"}
-        return {arm: of_rate[rate] for arm, rate in self.by_arm.items() if rate in of_rate}
+        return {
+            arm: of_rate[rate] for arm, rate in self.by_arm.items() if rate in of_rate
+        }
 
     @property
     def table(self) -> pd.DataFrame:
@@ -72,7 +74,11 @@ def given(settings: Settings, arms: Mapping[str, Arm]) -> Rates:
 
 
 def needs(
-    settings: Settings, arms: Iterable[str], known: Iterable[str], *, at_least_one: bool = False
+    settings: Settings,
+    arms: Iterable[str],
+    known: Iterable[str],
+    *,
+    at_least_one: bool = False,
 ) -> Complaints:
     """Complain about rates that cannot be read, or from which an arm gets none or no choice."""
     rates = settings["rates"]

@@ -24,7 +24,9 @@ def known(settings: Settings) -> dict[str, table.Arm]:
     return table.arms(size, **{name: settings[name] for name in names})
 
 
-def check(settings: Settings, device: torch.device | None = None) -> dict[str, table.Arm]:
+def check(
+    settings: Settings, device: torch.device | None = None
+) -> dict[str, table.Arm]:
     """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE)."""
     every = known(settings)
     arms = asked(settings, every)
@@ -43,5 +45,7 @@ def _needs(
     for name, arm in arms.items():
         size = settings["experts"] if arm.bank == "chosen" else bank_size(settings)
         if arm.rival == "lorahub" and size and searches < size + BEYOND:
-            least = f"the search of {name} over {size} LoRAs takes {size + BEYOND} at least"
+            least = (
+                f"the search of {name} over {size} LoRAs takes {size + BEYOND} at least"
+            )
             yield f"searches = {searches}: {least}; give more, or leave {name} out of arms"

@@ -23,7 +23,9 @@ def main(settings: Settings) -> rocket.Config:
     return rocket.Config.preset(settings["preset"], **sizes)
 
 
-def check(settings: Settings, device: torch.device | None = None) -> dict[str, Arm | None]:
+def check(
+    settings: Settings, device: torch.device | None = None
+) -> dict[str, Arm | None]:
     """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE)."""
     try:
         every = rocket.pipeline.arms(main(settings), strict=settings["strict"])
@@ -40,7 +42,11 @@ def _needs(
     yield from rates.needs(settings, arms, every, at_least_one=True)
     yield from on_a_bank(settings)
     rank = rocket.bank.RECIPE["rank"]
-    if "expert_lora" in arms and not settings["bank_folder"] and settings["bank_rank"] != rank:
+    if (
+        "expert_lora" in arms
+        and not settings["bank_folder"]
+        and settings["bank_rank"] != rank
+    ):
         why = f"LoRAs of the shipped bank have rank {rank}, and expert_lora's stand beside them"
         yield f"bank_rank = {settings['bank_rank']}: {why}; take {rank}, or give a bank_folder"
     least = main(settings).components + 1
@@ -60,7 +66,9 @@ def annotated(settings: Settings) -> dict[str, int]:
     """Return how many annotated rows embedded targets have, by name."""
     split = "train" if settings["test_split"] == "test" else "rest"
     names = settings["targets"].split(",")
-    return {name: tasks.find(name).available(split) for name in names if name in tasks.KNOWN}
+    return {
+        name: tasks.find(name).available(split) for name in names if name in tasks.KNOWN
+    }
 
 
 def on_a_bank(settings: Settings) -> Iterator[str]:

@@ -25,7 +25,11 @@ from moebook.methods.upcycling.config import LABORATORY, MAIN
 from moebook.methods.upcycling.starts import Start
 from moebook.training import History
 
-AREAS = ("code", "mathematics", "text")  # domains that the paper tests, a list of tasks each
+AREAS = (
+    "code",
+    "mathematics",
+    "text",
+)  # domains that the paper tests, a list of tasks each
 PAIR = ("code", "mathematics")  # the domains of which TRSU makes an expert each
 
 
@@ -123,7 +127,9 @@ def _shared_needs(
 def areas(settings: Settings) -> dict[str, str]:
     """Return the tasks that are tested, and the domain of each."""
     lists = {area: settings[f"tasks_{area}"] for area in AREAS}
-    return {name: area for area, text in lists.items() for name in text.split(",") if name}
+    return {
+        name: area for area, text in lists.items() for name in text.split(",") if name
+    }
 
 
 def rows(settings: Settings) -> Rows:
@@ -131,7 +137,9 @@ def rows(settings: Settings) -> Rows:
     names = areas(settings)
     if settings["mix"] == "embedded":
         split = settings["test_split"]
-        train = data.draw(names, "train" if split == "test" else "rest", settings["rows_per_task"])
+        train = data.draw(
+            names, "train" if split == "test" else "rest", settings["rows_per_task"]
+        )
         held_out = data.draw(names, split, settings["routed_rows"])
         tested: Any = data.draw(names, split, settings["test_rows"])
         valid = data.draw(names, "validation", settings["valid_rows"])
@@ -161,7 +169,9 @@ def experiment(
     """
     names = "steps batch schedule warmup clip accumulate optimizer seed".split()
     recipe = {name: settings[name] for name in names}
-    encode = partial(data.encode, tokenizer=tokenizer, max_length=settings["max_length"])
+    encode = partial(
+        data.encode, tokenizer=tokenizer, max_length=settings["max_length"]
+    )
     started = {
         name: replace(each, build=partial(build, start=starts.get(name)))
         for name, each in arms.items()
@@ -193,11 +203,13 @@ def experiment(
 class Course:
     """What became of an arm on its way, by the steps after which it was looked at."""
 
-    before: Mapping[str, float]  # of its routers before the first step; empty for the dense arm
+    # Of its routers before the first step; empty for the dense arm.
+    before: Mapping[str, float]
     history: History  # a line a step
     routes: Mapping[int, Tensor]  # which experts were activated on held-out rows
     answers: Mapping[int, pd.DataFrame]  # a row a test item
-    shares: pd.DataFrame | None  # which expert served which domain at the end, of two experts
+    # Which expert served which domain at the end, of two experts.
+    shares: pd.DataFrame | None
 
 
 def run(

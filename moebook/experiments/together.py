@@ -16,7 +16,10 @@ from moebook.models.skeleton import configuration, skeleton
 
 COPIED = ("su", "trsu", "crsu", "esft")  # upcycled, with so many ``copies``
 ADAPTED = ("pesc", "pesc_trsu", "pesc_crsu", "pesc_esft")  # with so many ``adapters``
-BY_TASK = {"trsu": "copies", "pesc_trsu": "adapters"}  # arms with as many experts of each domain
+BY_TASK = {
+    "trsu": "copies",
+    "pesc_trsu": "adapters",
+}  # arms with as many experts of each domain
 OF_TWO = ("mixlora", "arrow")  # whose top_k is always 2
 MIXLORA = 4  # experts of MixLoRA
 
@@ -27,7 +30,9 @@ def known(settings: Settings) -> dict[str, together.Arm]:
     return together.arms(sparse=any(layer.kind == "sparse" for layer in host.layers))
 
 
-def check(settings: Settings, device: torch.device | None = None) -> dict[str, together.Arm]:
+def check(
+    settings: Settings, device: torch.device | None = None
+) -> dict[str, together.Arm]:
     """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE)."""
     every = known(settings)
     arms = asked(settings, every)
@@ -36,7 +41,9 @@ def check(settings: Settings, device: torch.device | None = None) -> dict[str, t
 
 
 def _needs(
-    settings: Settings, arms: Mapping[str, together.Arm], every: Mapping[str, together.Arm]
+    settings: Settings,
+    arms: Mapping[str, together.Arm],
+    every: Mapping[str, together.Arm],
 ) -> Iterator[str]:
     yield from rates.needs(settings, list(arms), list(every), at_least_one=True)
     yield from complaint("", lists.listed, "again", settings["again"], every)

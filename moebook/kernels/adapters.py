@@ -201,7 +201,8 @@ class _Segments(torch.autograd.Function):
 
             # The gate multiplies gelu(source D): its gradient is their inner product.
             active = F.gelu(before)
-            by_expert = (d_hidden * active).unflatten(1, (gate.shape[1], -1))  # [p, G, R]
+            # [p, G, R].
+            by_expert = (d_hidden * active).unflatten(1, (gate.shape[1], -1))
             torch.sum(by_expert, 2, out=d_gate[rows])
 
             weighted = _gated(d_hidden, own_gate)

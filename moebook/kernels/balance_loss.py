@@ -44,7 +44,8 @@ def balance_loss(
     sizes = shapes("balance_loss", named)
     indices("balance_loss", "ids", ids, sizes["E"])
     refuse_unknown(form, FORMS, "E-CHOICE", f"balance_loss: unknown form '{form}';")
-    wide = torch.promote_types(logits.dtype, torch.float32)  # in 16 bits a count ends early
+    # In 16 bits a count ends early.
+    wide = torch.promote_types(logits.dtype, torch.float32)
     counted = torch.ones_like(logits[:, 0]) if mask is None else mask
     real = counted.to(wide)
     table = {"torch": _counted, "reference": reference}
@@ -67,7 +68,8 @@ def reference(logits: Tensor, ids: Tensor, real: Tensor, form: str) -> Tensor:
         share = torch.einsum("tke,tk->te", hot, gates)
     else:
         share = logits.softmax(-1, real.dtype)
-    return experts * (load * (real @ share)).sum() / tokens  # real @ share / tokens is p
+    # Real @ share / tokens is p.
+    return experts * (load * (real @ share)).sum() / tokens
 
 
 def _counted(logits: Tensor, ids: Tensor, real: Tensor, form: str) -> Tensor:
@@ -103,5 +105,7 @@ class _Balance(torch.autograd.Function):
         d_share = empty(share.shape, share)
         torch.outer(real, factor * grad, out=d_share)  # [T] x [E]
         # In place: the gradient of the logits takes the memory of that of the softmax.
-        torch._softmax_backward_data(d_share, share, -1, share.dtype, grad_input=d_share)
+        torch._softmax_backward_data(
+            d_share, share, -1, share.dtype, grad_input=d_share
+        )
         return d_share.to(ctx.dtype), None, None

@@ -26,7 +26,9 @@ class Answers(NamedTuple):
     lengths: Tensor  # [S] tokens of each answer; they sum to A
 
 
-def bank_scoring(hidden: Tensor, head: Tensor, answers: Answers, *, impl: str = "auto") -> Tensor:
+def bank_scoring(
+    hidden: Tensor, head: Tensor, answers: Answers, *, impl: str = "auto"
+) -> Tensor:
     """Sum the negative log-likelihoods of each answer's tokens under each adapter, in nats.
 
     ``-log softmax(W h)[target]``, ``[N, S]`` float64, for the few places that predict an
@@ -46,7 +48,9 @@ def bank_scoring(hidden: Tensor, head: Tensor, answers: Answers, *, impl: str = 
         "readers": (readers, "A", "int64"),
         "targets": (targets, "A", "int64"),
     }
-    sizes = shapes("bank_scoring", named, empty="N T A S", alike=("hidden", "head"), valued=True)
+    sizes = shapes(
+        "bank_scoring", named, empty="N T A S", alike=("hidden", "head"), valued=True
+    )
     indices("bank_scoring", "readers", readers, sizes["T"])
     indices("bank_scoring", "targets", targets, sizes["V"])
     indices("bank_scoring", "lengths", lengths, sizes["A"] + 1)

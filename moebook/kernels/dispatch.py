@@ -25,7 +25,12 @@ CAPABILITY = (8, 0)
 
 
 def implementation(
-    op: str, impl: str, table: Mapping[str, Any], on: Tensor | None = None, *, unless: str = ""
+    op: str,
+    impl: str,
+    table: Mapping[str, Any],
+    on: Tensor | None = None,
+    *,
+    unless: str = "",
 ) -> Callable[..., Any]:
     """Return the function that ``impl`` names for this op: ``"auto"`` or a key of ``table``.
 
@@ -37,12 +42,17 @@ def implementation(
         compiled = on is not None and on.is_cuda and not _interpreted()
         runs = compiled and "triton" in table and not (unless or obstacle(on))
         impl = "triton" if runs else next(iter(table))
-    refuse_unknown(impl, ["auto", *table], "E-IMPL", f"{op}: no implementation impl='{impl}';")
+    refuse_unknown(
+        impl, ["auto", *table], "E-IMPL", f"{op}: no implementation impl='{impl}';"
+    )
     run = table[impl]
     if isinstance(run, str):
         problem = unless or obstacle(on)
         if problem:
-            refuse("E-IMPL", f"{op}: impl='triton' cannot run here: {problem}; use impl='auto'")
+            refuse(
+                "E-IMPL",
+                f"{op}: impl='triton' cannot run here: {problem}; use impl='auto'",
+            )
         file, name = run.split(".")
         module = importlib.import_module(f"{__package__}._triton.{file}")
         run = _launched(getattr(module, name))
@@ -101,22 +111,35 @@ def _lacking(gpu: torch.device) -> str | None:
 
 def _interpreted() -> bool:
     """Whether Triton interprets its kernels in Python, on any device, and compiles none."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "on", "true", "y", "yes")
+    return os.environ.get("TRITON_INTERPRET", "").lower() in (
+        "1",
+        "on",
+        "true",
+        "y",
+        "yes",
+    )
 
 
 def _floating(dtype: torch.dtype) -> torch.dtype:
     if dtype in FLOATS:
         return dtype
-    raise PydanticCustomError("dtype", "expected a floating-point dtype of 16 bits at least")
+    raise PydanticCustomError(
+        "dtype", "expected a floating-point dtype of 16 bits at least"
+    )
 
 
 Floating = Annotated[torch.dtype, AfterValidator(_floating)]
 """What parameters can be made in, for `settings.checked`."""
 FLOATS = frozenset({torch.float64, *DTYPES})
-WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+WHOLE = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+)
 KINDS = {
     "float": (FLOATS, "floating point, 16 bits at least: cast it"),
-    "real": (FLOATS | WHOLE, "real numbers, floating point of 16 bits at least: cast it"),
+    "real": (
+        FLOATS | WHOLE,
+        "real numbers, floating point of 16 bits at least: cast it",
+    ),
     "int": (frozenset({torch.int64, torch.int32}), "torch.int64"),
     "bool": (frozenset({torch.bool}), "torch.bool"),
     "int64": (frozenset({torch.int64}), "torch.int64"),
@@ -152,7 +175,9 @@ def shapes(
 
     sizes: dict[str, Any] = {}
     fits = all(_bind(tensor.shape, dims[name], sizes) for name, tensor in held.items())
-    zeros = [letter for letter, size in sizes.items() if size == 0 and letter not in empty]
+    zeros = [
+        letter for letter, size in sizes.items() if size == 0 and letter not in empty
+    ]
     if not fits or zeros:
         refuse("E-SHAPE", f"{op}: {_misfit(held, dims, empty)}")
 
@@ -163,13 +188,18 @@ def shapes(
         if tensor.dtype not in dtypes:
             refuse("E-DTYPE", f"{op}: {name} is {tensor.dtype}, expected {wanted}")
         if tensor.device != device:
-            refuse("E-DEVICE", f"{op}: {name} lies on {tensor.device}, {first} on {device}")
+            refuse(
+                "E-DEVICE", f"{op}: {name} lies on {tensor.device}, {first} on {device}"
+            )
     for name in alike:
         model = alike[0]
         dtype = held[name].dtype
         wanted_dtype = held[model].dtype
         if dtype != wanted_dtype:
-            refuse("E-DTYPE", f"{op}: {name} is {dtype}, {model} is {wanted_dtype}: cast one")
+            refuse(
+                "E-DTYPE",
+                f"{op}: {name} is {dtype}, {model} is {wanted_dtype}: cast one",
+            )
     if valued and held[first].is_meta:
         refuse("E-DEVICE", f"{op}: {first} lies on meta, which holds no values")
     return sizes
@@ -251,11 +281,16 @@ def factor(op: str, name: str, value: float | Tensor) -> None:
     if isinstance(value, Tensor):
         if value.dim() or value.dtype not in FLOATS:
             got = f"a tensor {tuple(value.shape)} of {value.dtype}"
-            refuse("E-SHAPE", f"{op}: {name} is {got}, expected a number or a tensor () of floats")
+            refuse(
+                "E-SHAPE",
+                f"{op}: {name} is {got}, expected a number or a tensor () of floats",
+            )
     elif not isinstance(value, Real) or isinstance(value, bool):
         refuse("E-TYPE", f"{op}: {name} is {shown(value)}, expected a number")
     elif not _is_finite(value):
-        refuse("E-NONFINITE", f"{op}: {name} is {shown(value)}, expected a finite number")
+        refuse(
+            "E-NONFINITE", f"{op}: {name} is {shown(value)}, expected a finite number"
+        )
 
 
 def _is_finite(value: Real) -> bool:
@@ -266,7 +301,9 @@ def _is_finite(value: Real) -> bool:
         return False
 
 
-def natural(op: str, name: str, value: int, most: int | None = None, what: str = "") -> None:
+def natural(
+    op: str, name: str, value: int, most: int | None = None, what: str = ""
+) -> None:
     """Refuse what is no whole number from 1 to ``most``, of ``what`` (E-TYPE, E-RANGE)."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         refuse("E-TYPE", f"{op}: {name} is {shown(value)}, expected a whole number")
@@ -284,4 +321,6 @@ def indices(op: str, name: str, places: Tensor, end: int) -> None:
     least = int(places.min())
     most = int(places.max())
     if least < 0 or most >= end:
-        refuse("E-RANGE", f"{op}: {name} are {least} to {most}, expected 0 to {end - 1}")
+        refuse(
+            "E-RANGE", f"{op}: {name} are {least} to {most}, expected 0 to {end - 1}"
+        )

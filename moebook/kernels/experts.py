@@ -98,7 +98,10 @@ def split_experts(
         distinct = set(places)
         if len(distinct) < len(places) or not distinct <= set(range(number)):
             expected = f"-1 or a place in [0, {number}) each, none twice"
-            refuse("E-RANGE", f"split_experts: slots are {slots.tolist()}, expected {expected}")
+            refuse(
+                "E-RANGE",
+                f"split_experts: slots are {slots.tolist()}, expected {expected}",
+            )
     table = {"torch": gated_ffn, "reference": _split_reference, "triton": "experts.run"}
     unless = _check_act("split_experts", act)
     run = implementation("split_experts", impl, table, x, unless=unless)
@@ -108,7 +111,12 @@ def split_experts(
 
 
 def _split_reference(
-    x: Tensor, routing: Routing, trained: Bank, act: Activation, frozen: Bank, slots: Tensor
+    x: Tensor,
+    routing: Routing,
+    trained: Bank,
+    act: Activation,
+    frozen: Bank,
+    slots: Tensor,
 ) -> Tensor:
     """Put the trained rows into their places in one bank, and run that."""
     merged = frozen
@@ -125,10 +133,15 @@ def _split_reference(
 def _check_act(op: str, act: Activation) -> str:
     """Refuse an activation that our backward pass cannot go through; return why Triton cannot."""
     if not callable(act):
-        refuse("E-TYPE", f"{op}: act is {act!r}, expected a function such as torch.nn.SiLU()")
+        refuse(
+            "E-TYPE",
+            f"{op}: act is {act!r}, expected a function such as torch.nn.SiLU()",
+        )
     name = f"{op}: act is {type(act).__name__}"
     module = act if isinstance(act, torch.nn.Module) else torch.nn.Module()
-    if torch.is_grad_enabled() and any(part.requires_grad for part in module.parameters()):
+    if torch.is_grad_enabled() and any(
+        part.requires_grad for part in module.parameters()
+    ):
         refuse("E-TYPE", f"{name}, whose parameters would get no gradient: freeze them")
     if any(getattr(part, "inplace", False) for part in module.modules()):
         refuse("E-TYPE", f"{name}, expected one that is not in place")
@@ -142,12 +155,18 @@ def activated(rows: Tensor, act: Activation) -> Tensor:
     active = act(rows)
     wanted = f"{tuple(rows.shape)} of {rows.dtype}, as it was given"
     if not isinstance(active, Tensor):
-        refuse("E-TYPE", f"experts: act returns a {type(active).__name__}, expected {wanted}")
+        refuse(
+            "E-TYPE",
+            f"experts: act returns a {type(active).__name__}, expected {wanted}",
+        )
     if active.shape != rows.shape or active.dtype != rows.dtype:
         got = f"{tuple(active.shape)} of {active.dtype}"
         refuse("E-SHAPE", f"experts: act returns {got}, expected {wanted}")
     if version is not None and rows._version != version:
-        refuse("E-TYPE", "experts: act changes what it is given, expected one that is not in place")
+        refuse(
+            "E-TYPE",
+            "experts: act changes what it is given, expected one that is not in place",
+        )
     return active
 
 
@@ -237,7 +256,9 @@ class _GatedFFN(torch.autograd.Function):
         d_weights: list[Tensor | None] = []
         for number, weight in enumerate(weights):
             wanted = of_weights[number]
-            empty_grad = _unwritten(weight, number // 2, ctx.parts, where) if wanted else None
+            empty_grad = (
+                _unwritten(weight, number // 2, ctx.parts, where) if wanted else None
+            )
             d_weights.append(empty_grad)
         d_gate_ups = d_weights[0::2]
         d_downs = d_weights[1::2]
@@ -275,14 +296,18 @@ class _GatedFFN(torch.autograd.Function):
                 if d_gate_up is not None:  # [2F, p] @ [p, D]
                     product(d_pre[local].T, read[local], out=d_gate_up[place])
                 if d_rows is not None:  # [p, 2F] @ [2F, D]
-                    product(d_pre[local], gate_ups[bank][place], out=d_rows[rows][local])
+                    product(
+                        d_pre[local], gate_ups[bank][place], out=d_rows[rows][local]
+                    )
 
         d_x = None if d_rows is None else layout.combine(d_rows)
         d_gates = d_gate[layout.place].squeeze(-1)  # [T, K]
         return d_x, d_gates, None, None, None, *d_weights
 
 
-def _activated(rows: Tensor, act: Activation) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _activated(
+    rows: Tensor, act: Activation
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Return ``act(rows)``, and what pulls a gradient of it back to the rows."""
     leaf = rows.detach().requires_grad_()
     with torch.enable_grad():

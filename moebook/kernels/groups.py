@@ -25,7 +25,9 @@ class Groups(NamedTuple):
     """The G best groups, the least total first; of equal totals, in their members' order."""
 
     members: Tensor  # [G, N] int64, ascending
-    rank: Tensor  # [G] int64, by diversity among all groups, 1 is best; equal ones share
+    rank: (
+        Tensor  # [G] int64, by diversity among all groups, 1 is best; equal ones share
+    )
     total: Tensor  # [G] float64, rank plus the members' worth
 
 
@@ -57,11 +59,15 @@ def groups(
     count = shapes("groups", tensors, valued=True)["M"]
     natural("groups", "size", size, count, "the candidates")
     natural("groups", "best", best)
-    refuse_unknown(diversity, MASKS, "E-CHOICE", f"groups: unknown diversity '{diversity}';")
+    refuse_unknown(
+        diversity, MASKS, "E-CHOICE", f"groups: unknown diversity '{diversity}';"
+    )
     number = math.comb(count, size)
     if number > MOST:
         have = f"{count} candidates have {number:,} groups of {size}"
-        refuse("E-RANGE", f"groups: {have}, at most {MOST:,} are listed: fewer candidates")
+        refuse(
+            "E-RANGE", f"groups: {have}, at most {MOST:,} are listed: fewer candidates"
+        )
     alike = _finite("similarity", similarity)
     value = _finite("worth", worth)
 

@@ -84,7 +84,9 @@ def mixture(
     return y
 
 
-def _finished(base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: float) -> Tensor:
+def _finished(
+    base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: float
+) -> Tensor:
     """Add all B in one product to ``base [T, O]``.
 
     ``hidden [T, N * R]`` is A_n x of all experts, ``gates`` are ``[T, N]``.

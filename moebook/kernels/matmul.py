@@ -18,14 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 INFO = Path("/proc/cpuinfo")  # where Linux tells the processor's maker
-ENOUGH = 2**21  # multiplications from which oneDNN pays, whose call costs more than one of MKL
-PIECE = 2**20  # numbers that oneDNN writes at once: more would be new memory in every call
+# Multiplications from which oneDNN pays, whose call costs more than one of MKL.
+ENOUGH = 2**21
+# Numbers that oneDNN writes at once: more would be new memory in every call.
+PIECE = 2**20
 LARGE = 2**20  # bytes from which the system, not the process, gets freed memory back
 FREE = 2**30  # bytes of free blocks that are held at most
 CACHE_LINE = 64  # bytes
 
 Bytes = NDArray[np.uint8]
-_free: dict[int, Bytes] = {}  # by id, the longest free first; each step on it is atomic: no lock
+_free: dict[
+    int, Bytes
+] = {}  # by id, the longest free first; each step on it is atomic: no lock
 
 
 def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
@@ -48,7 +52,9 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
     """Multiply by the op that PyTorch's compiler calls oneDNN by; it has no gradient."""
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(
+        left, right.T, None, "none", [], ""
+    )
     return result
 
 
@@ -96,7 +102,9 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
 
 def _take(size: int) -> Bytes:
     """Return the smallest free block that fits and is not twice too large, else a new one."""
-    fitting = [block for block in list(_free.values()) if size <= len(block) <= 2 * size]
+    fitting = [
+        block for block in list(_free.values()) if size <= len(block) <= 2 * size
+    ]
     for block in sorted(fitting, key=len):
         if _free.pop(id(block), None) is not None:  # else another thread was faster
             return block

@@ -26,7 +26,9 @@ class _Slots(NamedTuple):
 
     ids: Tensor  # [T, K] int64, experts of a token, the largest logit first
     weights: Tensor  # [T, K] combine weights in [0, 1], in the logits' dtype
-    order: Tensor  # [T * K] int64, the slots sorted by expert; within an expert by token
+    order: (
+        Tensor  # [T * K] int64, the slots sorted by expert; within an expert by token
+    )
     counts: Tensor  # [E] int64, slots of each expert; they sum to T * K
 
 
@@ -40,7 +42,9 @@ class Routing(_Slots):
 
     __slots__ = ()
 
-    def __new__(cls, ids: Tensor, weights: Tensor, order: Tensor, counts: Tensor) -> Self:
+    def __new__(
+        cls, ids: Tensor, weights: Tensor, order: Tensor, counts: Tensor
+    ) -> Self:
         """Check what a user brings."""
         routing = super().__new__(cls, ids, weights, order, counts)
         routing._check()
@@ -52,7 +56,9 @@ class Routing(_Slots):
         return cls(*iterable)
 
     @classmethod
-    def of_ids(cls, ids: Tensor, weights: Tensor, order: Tensor, counts: Tensor) -> Routing:
+    def of_ids(
+        cls, ids: Tensor, weights: Tensor, order: Tensor, counts: Tensor
+    ) -> Routing:
         """Make a routing whose order and counts were just taken from its ids: not checked."""
         return tuple.__new__(cls, (ids, weights, order, counts))
 
@@ -71,7 +77,9 @@ class Routing(_Slots):
         same_counts = bool((self.counts == right.counts).all())
         if not (same_counts and torch.equal(self.order, right.order)):
             have = "Routing: order and counts are not those of the ids"
-            refuse("E-RANGE", f"{have}; make it by kernels.grouped(ids, weights, experts)")
+            refuse(
+                "E-RANGE", f"{have}; make it by kernels.grouped(ids, weights, experts)"
+            )
 
     def named(self) -> dict[str, tuple[Any, ...]]:
         """Return what `shapes` asks of the four tensors, beside T rows and E experts."""
@@ -189,12 +197,15 @@ class _Weights(torch.autograd.Function):
         ids, share = ctx.saved_tensors
         d_logits = empty(ctx.shape, grad).zero_()  # [T, E]
         if ctx.renormalised:
-            d_kept = torch._softmax_backward_data(grad, share, -1, share.dtype)  # [T, K]
+            # [T, K].
+            d_kept = torch._softmax_backward_data(grad, share, -1, share.dtype)
             d_logits.scatter_(1, ids, d_kept)
         else:
             # In place: first the gradient of the softmax over all E, then of its logits.
             d_logits.scatter_(1, ids, grad)
-            torch._softmax_backward_data(d_logits, share, -1, share.dtype, grad_input=d_logits)
+            torch._softmax_backward_data(
+                d_logits, share, -1, share.dtype, grad_input=d_logits
+            )
         return d_logits, None, None
 
 
@@ -215,7 +226,8 @@ class Layout(NamedTuple):
     of 0. So they add nothing to a gradient, and spoil none that the row itself does not.
     """
 
-    segments: list[tuple[int, slice]]  # (expert, its rows), ascending, which cover all P rows
+    # (expert, its rows), ascending, which cover all P rows.
+    segments: list[tuple[int, slice]]
     token: Tensor  # [P] int64, the token that a row reads
     place: Tensor  # [T, K] int64, the row of a slot
 

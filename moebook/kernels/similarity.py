@@ -68,7 +68,10 @@ def nearest_rows(
 def _fitting(pool: Tensor | Iterable[Tensor], shots: Tensor) -> Iterator[Tensor]:
     for block in [pool] if isinstance(pool, Tensor) else pool:
         if not isinstance(block, Tensor):
-            refuse("E-TYPE", f"nearest_rows: the pool holds a {type(block).__name__}, not tensors")
+            refuse(
+                "E-TYPE",
+                f"nearest_rows: the pool holds a {type(block).__name__}, not tensors",
+            )
         both = {"shots": (shots, "K D"), "pool": (block, "S D")}
         shapes("nearest_rows", both, alike=("shots", "pool"))
         yield block
@@ -95,7 +98,9 @@ def largest(blocks: Iterable[Tensor], key: Key, count: int) -> Largest:
         keys = keys[above]
         if len(keys) > HELD * count:
             # More than can stay: their rows need not be copied. Places stay ascending.
-            first = keys.sort(descending=True, stable=True).indices[:count].sort().values
+            first = (
+                keys.sort(descending=True, stable=True).indices[:count].sort().values
+            )
             places = places[first]
             keys = keys[first]
         if len(places) or not held:
@@ -110,7 +115,9 @@ def largest(blocks: Iterable[Tensor], key: Key, count: int) -> Largest:
 def _cached(blocks: Iterable[Tensor]) -> Iterator[Tensor]:
     """Split the blocks of a stream on a CPU into what its cache holds."""
     for block in blocks:
-        yield from block.split(ROWS if block.device.type == "cpu" else max(len(block), 1))
+        yield from block.split(
+            ROWS if block.device.type == "cpu" else max(len(block), 1)
+        )
 
 
 def _floored(held: list[Largest], count: int) -> tuple[list[Largest], float]:
@@ -175,7 +182,12 @@ def _all(rows: Tensor) -> Tensor:
 
 
 def duplicates(
-    vectors: Tensor, key: Tensor, threshold: float, *, rule: str = "standing", impl: str = "auto"
+    vectors: Tensor,
+    key: Tensor,
+    threshold: float,
+    *,
+    rule: str = "standing",
+    impl: str = "auto",
 ) -> Tensor:
     """Return the rows that stay when of two whose cosine is above a threshold one goes.
 
@@ -192,7 +204,11 @@ def duplicates(
         impl: ``"auto"``, ``"torch"`` (near pairs block by block, then the loop over them alone),
             ``"triton"`` (no cosine in memory) or ``"reference"`` (the two loops).
     """
-    shapes("duplicates", {"vectors": (vectors, "S D"), "key": (key, "S", "real")}, valued=True)
+    shapes(
+        "duplicates",
+        {"vectors": (vectors, "S D"), "key": (key, "S", "real")},
+        valued=True,
+    )
     if not -1 <= threshold <= 1:
         refuse("E-RANGE", f"duplicates: threshold is {threshold}, expected -1 to 1")
     refuse_unknown(rule, RULES, "E-CHOICE", f"duplicates: unknown rule '{rule}';")
@@ -234,7 +250,8 @@ def near(rows: Tensor, size: int, threshold: float) -> Pairs:
     columns = max(1, COSINES[rows.device.type] // size)
     found = []
     for start in range(0, len(rows), columns):
-        cosines = product(first_rows, rows[start : start + columns].T)  # [size, columns]
+        # [size, columns].
+        cosines = product(first_rows, rows[start : start + columns].T)
         close = cosines > threshold
         if start < size:
             close.triu_(1 - start)  # i < j alone
@@ -288,7 +305,8 @@ def _losers(first: Tensor, second: Tensor, lose: Tensor) -> Tensor:
     turn = torch.arange(len(first), device=first.device)  # when a pair is settled
     gone = torch.zeros_like(rows, dtype=torch.bool)
     for _ in range(ROUNDS):
-        earliest = torch.full_like(rows, len(first))  # of each row, the turn of its first pair
+        # Of each row, the turn of its first pair.
+        earliest = torch.full_like(rows, len(first))
         earliest.scatter_reduce_(0, pairs.flatten(), turn.repeat(2), "amin")
         now = (earliest[pairs] == turn).all(0)
         gone[losers[now]] = True

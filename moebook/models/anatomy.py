@@ -44,8 +44,12 @@ class Layer:
     width: int  # F, of the dense MLP or of one routed expert
     router: Any = None  # the module that scores the experts
     experts: Any = None
-    shared: nn.Module | None = None  # what every token runs through beside the routed experts
-    count: int = 0  # E, the routed experts, without those of LongCat that hold no weights
+    shared: nn.Module | None = (
+        None  # what every token runs through beside the routed experts
+    )
+    count: int = (
+        0  # E, the routed experts, without those of LongCat that hold no weights
+    )
 
     def replace(self, mlp: nn.Module) -> None:
         """Put another module into the feed-forward place of this layer's block."""
@@ -99,7 +103,9 @@ def beside(weight: Tensor) -> dict[str, Any]:
     }
 
 
-def dense_layers(host: Anatomy, numbers: Collection[int] | None, method: str) -> list[Layer]:
+def dense_layers(
+    host: Anatomy, numbers: Collection[int] | None, method: str
+) -> list[Layer]:
     """Return the layers of these numbers, or all, of a host that must be dense."""
     for layer in host.layers:
         if layer.kind == "sparse":
@@ -225,7 +231,9 @@ def _layer(index: int, block: nn.Module, hidden: int) -> Layer:
         router = _first(mlp, "router", "gate")
         experts = _first(mlp, "experts", "adapters")
         if router is not None and experts is not None:
-            shared = _first(mlp, "shared", "shared_experts", "shared_expert", "shared_mlp")
+            shared = _first(
+                mlp, "shared", "shared_experts", "shared_expert", "shared_mlp"
+            )
             return Layer(
                 index,
                 block,
@@ -263,7 +271,8 @@ def _expert_count(experts: nn.Module) -> int:
         return len(experts.slots)
     if isinstance(experts, nn.ModuleList):
         return len(experts)
-    fused: Any = getattr(experts, "down_proj", getattr(experts, "down", None))  # or adapters
+    # Or adapters.
+    fused: Any = getattr(experts, "down_proj", getattr(experts, "down", None))
     return len(fused)
 
 

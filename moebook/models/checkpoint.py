@@ -110,7 +110,9 @@ def load(
     """
     folder = place(folder)
     if not folder.is_dir():
-        refuse("E-NOFILE", f"{folder} is missing: expected a checkpoint of {kind.method}")
+        refuse(
+            "E-NOFILE", f"{folder} is missing: expected a checkpoint of {kind.method}"
+        )
     facts = verify(folder)
     form = f"{kind.method}/2"
     if facts.get("form") != form:
@@ -141,7 +143,9 @@ def hollow(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(part): part.to("meta") for part in model.buffers()}
     for part in model.parameters():
         memo[id(part)] = nn.Parameter(part.detach().to("meta"), part.requires_grad)
-    memo |= {id(part): part for part in vars(model).values() if isinstance(part, Origin)}
+    memo |= {
+        id(part): part for part in vars(model).values() if isinstance(part, Origin)
+    }
     return copy.deepcopy(model, memo)
 
 
@@ -199,7 +203,9 @@ def unpacked(path: Path) -> dict[str, Tensor]:
         refuse("E-FORMAT", f"{path} is not safetensors ({error}); fetch it again")
 
 
-def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> dict[str, Tensor]:
+def read(
+    path: Path, expected: Mapping[str, Tensor], *, exact: bool = True
+) -> dict[str, Tensor]:
     """Read safetensors of exactly the expected names, shapes and dtypes.
 
     ``expected`` may be on the meta device. In place of 16 bits float32 will do, which
@@ -243,7 +249,9 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
 def write(target: Path, files: Mapping[str, bytes], **facts: Any) -> Path:
     """Write files and facts (JSON values) into a new, sealed folder, or E-EXISTS."""
     if target.exists():
-        refuse("E-EXISTS", f"{target} exists already: choose another folder or remove it")
+        refuse(
+            "E-EXISTS", f"{target} exists already: choose another folder or remove it"
+        )
     with building(target, **facts) as stage:
         for name, content in files.items():
             (stage / name).write_bytes(content)

@@ -56,7 +56,9 @@ def items(content: Any) -> Iterator[tuple[str, Any]]:
 def check_values(content: Mapping[str, Any], where: object) -> None:
     """Refuse numbers of a configuration with which a model computes nonsense."""
     for key, value in items(content):
-        if isinstance(value, Mapping):  # transformers writes NaN as {"__float__": "NaN"}
+        if isinstance(
+            value, Mapping
+        ):  # transformers writes NaN as {"__float__": "NaN"}
             value = math.nan if value.get("__float__") == "NaN" else None
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -67,7 +69,9 @@ def check_values(content: Mapping[str, Any], where: object) -> None:
             )
         for name, low, high in RANGES:
             if name.search(key) and not low <= value <= high:
-                wanted = f"{low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
+                wanted = (
+                    f"{low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
+                )
                 refuse("E-RANGE", f"{where}: {key} is {value}, expected {wanted}")
     for part in (
         content,
@@ -118,7 +122,9 @@ def check_quantised(content: Mapping[str, Any], folder: Path, files: set[str]) -
     An unknown one it leaves out with a note, so that the weights' codes would pass for
     weights.
     """
-    methods = [value for key, value in items(content) if key == "quantization_config" and value]
+    methods = [
+        value for key, value in items(content) if key == "quantization_config" and value
+    ]
     for method in methods:
         name = _method(method)
         if name not in AUTO_QUANTIZATION_CONFIG_MAPPING:
@@ -159,7 +165,9 @@ def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
     name.
     """
     ends = {tokenizer.eos_token_id}
-    listed = getattr(getattr(_host(model), "generation_config", None), "eos_token_id", None)
+    listed = getattr(
+        getattr(_host(model), "generation_config", None), "eos_token_id", None
+    )
     ends |= set(listed) if isinstance(listed, list | tuple) else {listed}
     return frozenset(int(token) for token in ends if token is not None)
 
@@ -201,13 +209,18 @@ def check(model: nn.Module, what: object = "", *, loss: bool = False) -> None:
     """
     if not hasattr(model, "get_input_embeddings"):
         return
-    name = f"{what}: {type(_host(model)).__name__}" if what else type(_host(model)).__name__
+    name = (
+        f"{what}: {type(_host(model)).__name__}"
+        if what
+        else type(_host(model)).__name__
+    )
     device = next(model.parameters()).device
     # Of the lower half: some heads have fewer rows than the embedding.
     ids = torch.arange(1, TOKENS + 1) * vocabulary(model) // (2 * TOKENS)
     rows = ids.repeat(2, 1).to(device)
     rows[1, -CHANGED:] = rows[0, -CHANGED:].flip(0)
-    places = torch.arange(1, TOKENS, device=device)  # as in training, the first is not needed
+    # As in training, the first is not needed.
+    places = torch.arange(1, TOKENS, device=device)
     labels = rows[:, 1:].clone()
     inputs = {
         "input_ids": rows,
@@ -237,7 +250,9 @@ def check(model: nn.Module, what: object = "", *, loss: bool = False) -> None:
             "E-MODEL",
             f"{name} leaves logits_to_keep aside ({wrong}); take another model",
         )
-    if logits.float().log_softmax(-1).isnan().any():  # some have -inf for what is no text
+    if (
+        logits.float().log_softmax(-1).isnan().any()
+    ):  # some have -inf for what is no text
         if loss:  # `fit` and `nats` say on which rows
             return
         refuse(
@@ -250,7 +265,9 @@ def check(model: nn.Module, what: object = "", *, loss: bool = False) -> None:
         refuse("E-MODEL", f"{name} is no causal language model: {wrong}; {fix}")
     own = getattr(output, "loss", None)
     if loss and own is not None:
-        likelihood = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        likelihood = F.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+        )
         if not math.isclose(own, likelihood, rel_tol=1e-3):
             found = f"{own:.4f} for {likelihood:.4f} on {TOKENS} tokens"
             wrong = f"the loss of {name} is not the likelihood of the next token"

@@ -49,7 +49,9 @@ REPORT = {
     "output_loading_info": True,
     "ignore_mismatched_sizes": True,
 }  # misfits are told, by name
-_HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>.*))?", re.DOTALL)
+_HUB_NAME = re.compile(
+    r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>.*))?", re.DOTALL
+)
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "merges.txt", "vocab.txt"]
 _CODE_KEYS = {"auto_map", "trust_remote_code"}
 # Files of which a tokenizer has one at least.
@@ -95,7 +97,9 @@ def provenance(name: str) -> dict[str, Any]:
 def _folder(name: str) -> Path:
     """Find the folder of a base's name; ours, and any sealed one, must be whole."""
     here = Path(__file__)
-    own: dict[str, Callable[[], Path]] = {n: partial(here.with_name, n) for n in PACKAGED}
+    own: dict[str, Callable[[], Path]] = {
+        n: partial(here.with_name, n) for n in PACKAGED
+    }
     own |= {"mid-moe": _mid_moe, "smollm2": _smollm2}
     folder = found(name, own, "model")
     if name in own or checkpoint.sealed(folder):
@@ -124,7 +128,9 @@ def on_hub(name: str) -> Path | None:
         neither = f"'{repo}' is no folder here, and {moves} (a branch may move)"
         refuse("E-PIN", f"{neither}: org/name@<40 hex digits>")
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(
+            snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES)
+        )
     except (LocalEntryNotFoundError, OSError, HfHubHTTPError) as error:
         kind = type(error).__name__
         refuse("E-OFFLINE", f"{name} is not cached nor fetched ({kind}); connect")
@@ -185,14 +191,17 @@ def _convert(gguf: Path, target: Path, sha256: str) -> None:
         checkpoint.building(target, source=gguf.name, sha256=sha256) as stage,
         redirect_stderr(io.StringIO()),  # the GGUF reader's bar knows no off
     ):
-        read = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
+        read = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, dtype=torch.float32, **source
+        )
         traces = {"quantization_config", "architectures", "transformers_version"}
         settings = {}
         for key, value in read.config.to_dict().items():
             if key not in traces and not key.startswith("_"):
                 settings[key] = value
         fresh: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
-        fresh.load_state_dict(read.state_dict())  # the one that was read refuses to be saved
+        # The one that was read refuses to be saved.
+        fresh.load_state_dict(read.state_dict())
         fresh.bfloat16().save_pretrained(stage)
         AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(stage)
 
@@ -211,14 +220,18 @@ def _model(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def built(kind: Any, names: Collection[str], folder: Path, **options: Any) -> tuple[Any, Any]:
+def built(
+    kind: Any, names: Collection[str], folder: Path, **options: Any
+) -> tuple[Any, Any]:
     """Build a model of one of transformers' kinds from a checked folder, and report."""
     files = _checked(folder, kind, names)
     with telling(folder, "model"), quiet():
         count = sum(len(safe_open(folder / name, "pt").keys()) for name in files)
         size = sum((folder / name).stat().st_size for name in files)
         with _at_most(10 * count + 1000, 4 * size + 2**26):
-            return kind.from_pretrained(folder, use_safetensors=True, **SAFE, **REPORT, **options)
+            return kind.from_pretrained(
+                folder, use_safetensors=True, **SAFE, **REPORT, **options
+            )
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -226,7 +239,9 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if not any(path for kind in _TOKENIZERS for path in folder.glob(kind)):
         upcycled = "for an upcycled one: upcycling.export(tokenizer=...)"
         hint = f"save it beside the model; {upcycled}"
-        refuse("E-NOFILE", f"{folder}: no tokenizer.json nor any other tokenizer: {hint}")
+        refuse(
+            "E-NOFILE", f"{folder}: no tokenizer.json nor any other tokenizer: {hint}"
+        )
     with telling(folder, "tokenizer"), quiet():
         read = AutoTokenizer.from_pretrained(folder, **SAFE)
         if read.pad_token_id is None:
@@ -260,7 +275,9 @@ def _at_most(tensors: int, elements: int) -> Iterator[None]:
         left[:] = left[0] - 1, left[1] - parameter.numel()
         if min(left) < 0:
             most = f"{tensors} tensors or {elements} elements"
-            raise ValueError(f"config.json promises over {most}, far more than the weights have")
+            raise ValueError(
+                f"config.json promises over {most}, far more than the weights have"
+            )
 
     hook = register_module_parameter_registration_hook(check)
     try:
@@ -296,7 +313,9 @@ def _checked(folder: Path, auto: Any, names: Collection[str]) -> set[str]:
         _refuse_code(of_tokenizer, read_json(of_tokenizer))
     if kind not in names:
         close = difflib.get_close_matches(kind, names, n=3, cutoff=0.5)
-        known = f"one that transformers {transformers.__version__} has for {auto.__name__}"
+        known = (
+            f"one that transformers {transformers.__version__} has for {auto.__name__}"
+        )
         near = f"near: {', '.join(close)}"
         refuse("E-MODEL", f"{folder}: model_type '{kind}' is not {known}; {near}")
     for key, value in items(config):
@@ -317,7 +336,9 @@ def _checked(folder: Path, auto: Any, names: Collection[str]) -> set[str]:
 def _refuse_code(path: Path, content: Any) -> None:
     """Refuse keys that make transformers fetch or run code, at any depth."""
     for key, value in items(content):
-        kernel = "_implementation" in key and (key.endswith("_internal") or "/" in str(value))
+        kernel = "_implementation" in key and (
+            key.endswith("_internal") or "/" in str(value)
+        )
         if key in _CODE_KEYS or kernel:
             refuse(
                 "E-REMOTECODE",
@@ -342,7 +363,11 @@ def _weights(folder: Path, named: object) -> set[str]:
         return files
     for name in odd if first else sorted(present):
         if Path(name).suffix in _PICKLES:
-            refuse("E-PICKLE", f"{folder}: {name} could run code; save it as safetensors")
-    lacks = f"{first} names {odd[:3]}, which are" if first else f"{' or '.join(names)} is"
+            refuse(
+                "E-PICKLE", f"{folder}: {name} could run code; save it as safetensors"
+            )
+    lacks = (
+        f"{first} names {odd[:3]}, which are" if first else f"{' or '.join(names)} is"
+    )
     none = f"{lacks} no safetensors file of this folder"
     refuse("E-NOFILE", f"{folder}: {none}; fetch it again")

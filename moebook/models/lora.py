@@ -55,7 +55,9 @@ def check_rank(model: nn.Module, config: LoraConfig) -> None:
     most = max(sides, default=config.r)
     if config.r > most:
         why = "the smaller side of the largest matrix that it adapts; a higher one adds nothing"
-        refuse("E-RANGE", f"the rank of LoRA is {config.r}, expected at most {most}, {why}")
+        refuse(
+            "E-RANGE", f"the rank of LoRA is {config.r}, expected at most {most}, {why}"
+        )
 
 
 def _is_named(name: str, targets: Collection[str] | str | None) -> bool:
@@ -109,7 +111,9 @@ class LoraLinear(Linear):
             return False
 
         weights = base.weight, self.lora_A[name].weight, self.lora_B[name].weight
-        return all(part.dtype == x.dtype and part.device == x.device for part in weights)
+        return all(
+            part.dtype == x.dtype and part.device == x.device for part in weights
+        )
 
 
 def _quick(model: nn.Module) -> nn.Module:

@@ -77,7 +77,9 @@ def _built(values: dict[str, Any], where: str) -> PreTrainedConfig:
     message = f"{note}: model_type '{kind}' is unknown;"
     refuse_unknown(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "E-MODEL", message)
     check_values(values, where)
-    rest = {key: value for key, value in values.items() if key not in ("model_type", MADE)}
+    rest = {
+        key: value for key, value in values.items() if key not in ("model_type", MADE)
+    }
     with telling(Path(note), "configuration"), quiet():
         made = AutoConfig.for_model(kind, **rest)
         if not 1 <= made.num_hidden_layers <= LAYERS:
@@ -100,7 +102,9 @@ def skeleton(
     own = copy.deepcopy(config)  # which transformers writes into
     source = f"the configuration of a {config.model_type} model"
     with telling(Path(source), "model"), quiet(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(own, dtype=dtype, attn_implementation=FUSED)
+        model = AutoModelForCausalLM.from_config(
+            own, dtype=dtype, attn_implementation=FUSED
+        )
     for name, weight in model.named_parameters():
         if weight.numel() == 0:
             refuse("E-MODEL", f"{source}: '{name}' would have no elements; restore it")
@@ -148,7 +152,11 @@ def on_meta() -> Iterator[None]:
     real = torch.autocast
 
     def stand_in(device_type: str, *args: Any, **settings: Any) -> Any:
-        return nullcontext() if device_type == "meta" else real(device_type, *args, **settings)
+        return (
+            nullcontext()
+            if device_type == "meta"
+            else real(device_type, *args, **settings)
+        )
 
     torch.autocast = stand_in
     try:

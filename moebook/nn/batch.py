@@ -40,13 +40,19 @@ def check_batch(
             refuse("E-DATA", f"{who}: the batch holds {have}, expected {name}")
 
     length = "T" if "logits_to_keep" not in batch else "S"
-    dims = {IDS: ("B T", "int"), MASK: ("B T", "real"), LABELS: (f"B {length}", "int64")}
+    dims = {
+        IDS: ("B T", "int"),
+        MASK: ("B T", "real"),
+        LABELS: (f"B {length}", "int64"),
+    }
     held = {name: batch[name] for name in dims if batch.get(name) is not None}
     named = {name: (tensor, *dims[name]) for name, tensor in held.items()}
     shapes(who, named, empty="")
 
     if LABELS in needs and batch[LABELS].device.type == "cpu" and not _asks(batch):
-        refuse("E-DATA", f"{who}: no token of the batch has a label, so there is no loss")
+        refuse(
+            "E-DATA", f"{who}: no token of the batch has a label, so there is no loss"
+        )
     if LABELS in held:
         labels = held[LABELS]
         held[LABELS] = labels.masked_fill(labels == IGNORED, 0)

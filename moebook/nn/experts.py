@@ -31,7 +31,10 @@ class Experts(nn.Module):
         super().__init__()
         for projection in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
             if projection.bias is not None:
-                refuse("E-MODEL", f"{type(mlp).__name__} has biases: full experts hold none")
+                refuse(
+                    "E-MODEL",
+                    f"{type(mlp).__name__} has biases: full experts hold none",
+                )
         gate = mlp.gate_proj.weight.detach()  # [F, D]
         up = mlp.up_proj.weight.detach()  # [F, D]
         down = mlp.down_proj.weight.detach()  # [D, F]
@@ -80,7 +83,10 @@ class SplitExperts(nn.Module):
                 have = f"chosen names expert {expert}, there are 0 to {experts - 1}"
                 refuse("E-RANGE", f"SplitExperts: {have}")
         if len(set(chosen)) < len(chosen):
-            refuse("E-RANGE", f"SplitExperts: chosen names an expert twice: {shown(chosen)}")
+            refuse(
+                "E-RANGE",
+                f"SplitExperts: chosen names an expert twice: {shown(chosen)}",
+            )
         self.frozen = frozen.requires_grad_(False)
 
         device = frozen.down_proj.device
@@ -101,7 +107,9 @@ class SplitExperts(nn.Module):
             routing = grouped(routing, weights, len(self.slots))
         frozen = Bank(self.frozen.gate_up_proj, self.frozen.down_proj)
         trained = Bank(self.gate_up_proj, self.down_proj)
-        return split_experts(x, routing, frozen, trained, self.slots, self.frozen.act_fn)
+        return split_experts(
+            x, routing, frozen, trained, self.slots, self.frozen.act_fn
+        )
 
     @torch.no_grad()
     def merged(self) -> nn.Module:
@@ -202,7 +210,9 @@ class AdapterMoE(nn.Module):
         return self.adapters(h.flatten(0, -2), routing).view_as(h)
 
 
-def _check_pair(module: str, router: Router, name: str, weight: Tensor, dims: str) -> None:
+def _check_pair(
+    module: str, router: Router, name: str, weight: Tensor, dims: str
+) -> None:
     """Refuse a router and experts of different numbers E or widths D."""
     named = {"the router's weight": (router.weight, "E D"), name: (weight, dims)}
     shapes(module, named)

@@ -43,7 +43,10 @@ class LoraMixture(nn.Module):
         named = {
             "down": (down, "N R D"),
             "up": (up, "N O R"),
-            "the router's weight": (router.weight, "N D" if reads == "layer" else "N O"),
+            "the router's weight": (
+                router.weight,
+                "N D" if reads == "layer" else "N O",
+            ),
         }
         sizes = shapes("LoraMixture", named, empty="")
         layer = f"{base_layer.in_features} to {base_layer.out_features}"
@@ -52,7 +55,9 @@ class LoraMixture(nn.Module):
             have = f"the LoRAs go from {own} columns, the layer from {layer}"
             refuse("E-SHAPE", f"LoraMixture: {have}")
         if len(scales) != len(down):
-            refuse("E-SHAPE", f"LoraMixture: {len(scales)} scales for {len(down)} LoRAs")
+            refuse(
+                "E-SHAPE", f"LoraMixture: {len(scales)} scales for {len(down)} LoRAs"
+            )
         self.base_layer = base_layer
         self.router = router
         self.down = nn.Parameter(down)
@@ -67,7 +72,11 @@ class LoraMixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[..., O]`` for ``x [..., D]``, in the dtype of the base's output."""
-        shapes("LoraMixture", {"x": (x, "... T D"), "down": (self.down, "N R D")}, empty="T")
+        shapes(
+            "LoraMixture",
+            {"x": (x, "... T D"), "down": (self.down, "N R D")},
+            empty="T",
+        )
         base = self.base_layer(x)
         source = x.to(self.down.dtype)
         if self.training and self.dropout:

@@ -28,7 +28,9 @@ from moebook.settings import Size, checked
 
 Key = TypeVar("Key")
 PROBES = 4  # random copies of a router that tell what its weights are
-MISFIT = 1e-3  # of the largest weight: what weights may differ from gates times a constant
+MISFIT = (
+    1e-3  # of the largest weight: what weights may differ from gates times a constant
+)
 
 
 class Decision(NamedTuple):
@@ -37,8 +39,12 @@ class Decision(NamedTuple):
     logits: Tensor  # [..., E]
     ids: Tensor  # [..., K] chosen experts
     weights: Tensor  # [..., K] what the experts' outputs are multiplied by
-    mask: Tensor | None = None  # [...] true where a token is real; a `Trace` holds one for all
-    factor: float = 1.0  # of the weights on the gates; NaN if they are no multiple of gates
+    mask: Tensor | None = (
+        None  # [...] true where a token is real; a `Trace` holds one for all
+    )
+    factor: float = (
+        1.0  # of the weights on the gates; NaN if they are no multiple of gates
+    )
 
     def real(self) -> Decision:
         """Return the decisions for the real tokens alone, ``[T, ...]``."""
@@ -54,8 +60,13 @@ class Decision(NamedTuple):
     def gates(self) -> Tensor:
         """Return the gates ``[..., K]``, a token's sum at most 1: weights without the factor."""
         if math.isnan(self.factor):
-            what = "neither shares of the chosen experts nor probabilities by its logits"
-            refuse("E-MODEL", f"the router's weights are {what}, times a constant: no gates")
+            what = (
+                "neither shares of the chosen experts nor probabilities by its logits"
+            )
+            refuse(
+                "E-MODEL",
+                f"the router's weights are {what}, times a constant: no gates",
+            )
         return self.weights if self.factor == 1 else self.weights / self.factor
 
 
@@ -83,7 +94,9 @@ class Trace:
         end = decoder.register_forward_hook(self._end, always_call=True)
         return begin, end
 
-    def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         second = args[1] if len(args) > 1 else None
         mask = kwargs.get("attention_mask", second)
         self.attention_mask = mask if isinstance(mask, Tensor) else None
@@ -103,15 +116,22 @@ class Trace:
         With a KV cache S covers the past too: the last columns belong to this pass.
         """
         mask = self.attention_mask if attention_mask is None else attention_mask
-        if attention_mask is not None and attention_mask.dim() != 4:  # which is a block mask
-            shapes("balance", {"attention_mask": (attention_mask, "B S", "real")}, empty="")
+        if (
+            attention_mask is not None and attention_mask.dim() != 4
+        ):  # which is a block mask
+            shapes(
+                "balance", {"attention_mask": (attention_mask, "B S", "real")}, empty=""
+            )
         if mask is None or mask.dim() != 2:
             return None
         batch, columns = mask.shape
         length = rows // max(batch, 1)  # of each row in this pass
         fits = length * batch == rows and length <= columns
         if not fits or self.batch not in (None, batch):
-            refuse("E-SHAPE", f"attention_mask {tuple(mask.shape)} does not fit the last pass")
+            refuse(
+                "E-SHAPE",
+                f"attention_mask {tuple(mask.shape)} does not fit the last pass",
+            )
         return mask[:, columns - length :].reshape(-1).bool()
 
 
@@ -137,12 +157,17 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         if top_k > experts:
-            refuse("E-RANGE", f"Router: top_k is {top_k}, expected 1 to {experts} (experts)")
+            refuse(
+                "E-RANGE",
+                f"Router: top_k is {top_k}, expected 1 to {experts} (experts)",
+            )
         self.top_k = top_k
         self.layer = layer
         self.trace = trace
         self.combine = combine
-        self.weight = nn.Parameter(torch.empty(experts, width, dtype=dtype, device=device))
+        self.weight = nn.Parameter(
+            torch.empty(experts, width, dtype=dtype, device=device)
+        )
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def logits(self, x: Tensor, more: Tensor | None = None) -> Tensor:
@@ -151,9 +176,12 @@ class Router(nn.Module):
         shapes("Router", named, empty="T")
         rows = x.flatten(0, -2)
         if more is not None:
-            shapes("Router", {"x": (rows, "T D"), "more": (more, f"T {len(self.weight)}E")})
+            shapes(
+                "Router", {"x": (rows, "T D"), "more": (more, f"T {len(self.weight)}E")}
+            )
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(rows.to(self.weight.dtype), self.weight)  # [T, D] @ [D, E]
+            # [T, D] @ [D, E].
+            logits = F.linear(rows.to(self.weight.dtype), self.weight)
             if more is not None:
                 logits = logits + more
             return logits
@@ -191,7 +219,10 @@ def balance(
     a token's first choice alone counts in f (Switch), not all K; ``form`` is `balance_loss`'s.
     """
     if not routers:
-        refuse("E-MODEL", "no routers to balance: the model is dense, or its routers are not ours")
+        refuse(
+            "E-MODEL",
+            "no routers to balance: the model is dense, or its routers are not ours",
+        )
     weight = routers[0].weight
     total = torch.zeros((), device=weight.device, dtype=weight.dtype)
     for router in routers:
@@ -201,7 +232,9 @@ def balance(
             decision = router.trace.decisions.get(router.layer)
         if router.trace is None or decision is None:
             refuse("E-MODEL", f"{who} has not run: do a forward pass first")
-        wanted = router.training and router.weight.requires_grad and torch.is_grad_enabled()
+        wanted = (
+            router.training and router.weight.requires_grad and torch.is_grad_enabled()
+        )
         if wanted and not decision.logits.requires_grad:
             refuse(
                 "E-GRADIENT",
@@ -255,7 +288,9 @@ def observe(
     return decisions
 
 
-def _decided(router: nn.Module, arguments: tuple[Any, ...], output: Any) -> tuple[Tensor, ...]:
+def _decided(
+    router: nn.Module, arguments: tuple[Any, ...], output: Any
+) -> tuple[Tensor, ...]:
     """Return logits, ids and weights from a router of ours or of transformers."""
     if isinstance(output, Routing):
         return router.logits(*arguments), output.ids, output.weights
@@ -286,7 +321,8 @@ def _factor(router: nn.Module, arguments: tuple[Any, ...]) -> float:
         for parameter in twin.parameters():
             parameter.normal_(0, spread, generator=generator)
         with torch.autocast(tokens.device.type, enabled=False):
-            outputs.append(twin.forward(tokens, *others))  # without the hooks that it has copied
+            # Without the hooks that it has copied.
+            outputs.append(twin.forward(tokens, *others))
     logits = torch.cat([output[0] for output in outputs]).double()  # [PROBES * T, E]
     weights = torch.cat([output[1] for output in outputs]).double()  # [PROBES * T, K]
     chosen = torch.cat([output[2] for output in outputs]).long()
@@ -308,7 +344,9 @@ def hooked(
 ) -> Iterator[None]:
     """Call ``see(key, arguments, output)`` after each run of a module, while the block lasts."""
 
-    def hook(key: Key, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def hook(
+        key: Key, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
         see(key, (*args, *kwargs.values()), output)
 
     with ExitStack() as hooks:

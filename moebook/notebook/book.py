@@ -42,7 +42,9 @@ class Places:
     """Where processes fork (`warm`), None where they do not."""
 
     plain: str | None = None  # with the libraries imported
-    read: str | None = None  # with our modules too, and all runs read: for findings and pages
+    read: str | None = (
+        None  # with our modules too, and all runs read: for findings and pages
+    )
 
 
 def make(tier: str, only: str | None, folder: Path) -> None:
@@ -61,7 +63,9 @@ def renew(names: Sequence[str], folder: Path) -> None:
     """Execute notebooks again, each at the tier that its page shows, and render the book."""
     with rendering.alone(folder, wait=True):
         shown = {name: store.live(name, folder) for name in names}
-        protocols = {name: pool.runs[0].tier if pool else "cpu" for name, pool in shown.items()}
+        protocols = {
+            name: pool.runs[0].tier if pool else "cpu" for name, pool in shown.items()
+        }
         _make(protocols, "cpu", folder)
 
 
@@ -102,7 +106,10 @@ def _todo(protocols: Mapping[str, str], folder: Path) -> Iterator[Job]:
         request = Request(notebook, protocol, folder)
         if runner.kept(request):
             _publish(request.store, notebook.path.stem, folder)
-            print(f"{notebook.name} at {protocol}: unchanged, not executed again", flush=True)
+            print(
+                f"{notebook.name} at {protocol}: unchanged, not executed again",
+                flush=True,
+            )
         else:
             yield Job(notebook.name, protocol)
 
@@ -188,12 +195,21 @@ def _pages_are_current(folder: Path) -> bool:
 def notebook_pages(folder: Path) -> list[str]:
     """List the notebooks in the book's table of contents: ``01_pesc``, ``01_pesc_findings``."""
     with results.formed(folder / "book" / "_toc.yml") as toc:
-        files = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
-        return [file.removeprefix("notebooks/") for file in files if file.startswith("notebooks/")]
+        files = [
+            chapter["file"] for part in toc["parts"] for chapter in part["chapters"]
+        ]
+        return [
+            file.removeprefix("notebooks/")
+            for file in files
+            if file.startswith("notebooks/")
+        ]
 
 
 def _check(folder: Path, page: str, tier: str) -> None:
-    copy, fix = f"book/notebooks/{page}.ipynb", f"moebook book --tier {tier} --only {page[3:]}"
+    copy, fix = (
+        f"book/notebooks/{page}.ipynb",
+        f"moebook book --tier {tier} --only {page[3:]}",
+    )
     path = folder / copy
     if not path.is_file():
         refuse("E-BOOK", f"{copy} is missing, so its page would be empty; run: {fix}")
@@ -204,4 +220,7 @@ def _check(folder: Path, page: str, tier: str) -> None:
     for number, cell in enumerate(cells, start=1):
         for output in cell.get("outputs", []):
             if output["output_type"] == "error":
-                refuse("E-BOOK", f"{copy}: cell {number} holds {output['ename']}; run: {fix}")
+                refuse(
+                    "E-BOOK",
+                    f"{copy}: cell {number} holds {output['ename']}; run: {fix}",
+                )

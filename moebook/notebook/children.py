@@ -94,7 +94,11 @@ def last_words(text: str) -> str:
 
 
 def start(
-    code: str, *arguments: str, folder: Path, files: Sequence[int], place: str | None = None
+    code: str,
+    *arguments: str,
+    folder: Path,
+    files: Sequence[int],
+    place: str | None = None,
 ) -> Fork | subprocess.Popen[bytes]:
     """Start Python code in a project; the first of its three ``files`` is a `lifeline`.
 
@@ -148,7 +152,10 @@ class Fork:
             self.pid = int(self._answer())
         except (OSError, ValueError):
             self._line.close()
-            refuse("E-KERNEL", "the process that imports the libraries has ended; run it again")
+            refuse(
+                "E-KERNEL",
+                "the process that imports the libraries has ended; run it again",
+            )
 
     def poll(self) -> int | None:
         """Return how it ended, None while it runs."""

@@ -142,7 +142,9 @@ def _numbers(pool: Pool, name: str) -> list[float]:
 
 def _outside(mine: Run, of_course: Pool) -> Iterator[str]:
     """What lies where another seed's would hardly: farthest first, what no seed changes last."""
-    lines: list[tuple[float, str]] = []  # how many widths of the interval outside, and what
+    lines: list[
+        tuple[float, str]
+    ] = []  # how many widths of the interval outside, and what
     count = 0
     for value in mine.values:
         theirs = _numbers(of_course, value.name)

@@ -43,9 +43,15 @@ def examine(folder: Path) -> Iterator[Finding]:
     yield _packages()
     yield _line_ends(folder)
     scratch = tempfile.gettempdir()
-    yield _room(f"disk, {folder}", shutil.disk_usage(folder).free, DISK, "delete something")
-    yield _room(f"disk, {scratch}", shutil.disk_usage(scratch).free, SCRATCH, "or set TMPDIR")
-    yield _room("memory", psutil.virtual_memory().available, MEMORY, "close other programs")
+    yield _room(
+        f"disk, {folder}", shutil.disk_usage(folder).free, DISK, "delete something"
+    )
+    yield _room(
+        f"disk, {scratch}", shutil.disk_usage(scratch).free, SCRATCH, "or set TMPDIR"
+    )
+    yield _room(
+        "memory", psutil.virtual_memory().available, MEMORY, "close other programs"
+    )
     yield _sandbox()
     yield _smoke(folder)
 
@@ -55,7 +61,9 @@ def _system() -> Finding:
     name = f"{platform.system()} {platform.release()}"
     if platform.system() == TESTED:
         return Finding("operating system", (), f"{name}, on which everything is tested")
-    elsewhere = f"everything is tested on {TESTED}; elsewhere only that the package imports"
+    elsewhere = (
+        f"everything is tested on {TESTED}; elsewhere only that the package imports"
+    )
     return Finding("operating system", (), f"{name}: {elsewhere}")
 
 
@@ -140,7 +148,11 @@ def _failure(manager: runner.Kernel) -> str:
         return f"took longer than {SECONDS} seconds; try again on mains"
     except CellExecutionError as error:
         raised = f"{error.ename}: {error.evalue}"
-        return no_memory(raised) if lacks_memory(raised) else f"{raised}; reinstall the packages"
+        return (
+            no_memory(raised)
+            if lacks_memory(raised)
+            else f"{raised}; reinstall the packages"
+        )
     except RuntimeError:
         return f"no kernel: it {manager.ending}{manager.last_words}; free memory and try again"
     return ""

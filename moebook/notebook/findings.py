@@ -28,9 +28,17 @@ from moebook.results import store
 from moebook.results.intervals import interval, p_value
 from moebook.results.store import SEEDS, Pool
 
-PANELS = {"share": ("points", 100.0), "percent_points": ("points", 1.0), "nats": ("nats", 1.0)}
+PANELS = {
+    "share": ("points", 100.0),
+    "percent_points": ("points", 1.0),
+    "nats": ("nats", 1.0),
+}
 """Unit to the panel of a forest plot and the factor that brings it there; others have their own."""
-SO_FAR = {1: "as claimed so far", 0: "no difference so far", -1: "against the claim so far"}
+SO_FAR = {
+    1: "as claimed so far",
+    0: "no difference so far",
+    -1: "against the claim so far",
+}
 ARMS = ["measure", "arm", "value", "low", "high", "seeds"]  # columns of a table of arms
 
 
@@ -62,7 +70,9 @@ def said(row: Row) -> str:
         return f"{_strong('withdrawn')}: {row.claim.ended} {_before(row)}".strip()
     if not row.verdicts:
         why = (
-            f": {row.claim.untestable}" if row.claim.untestable else " at a scale that can test it."
+            f": {row.claim.untestable}"
+            if row.claim.untestable
+            else " at a scale that can test it."
         )
         return _strong(row.labels[0]) + why
     if len({*row.labels}) == 1 and all(verdict.shown.exact for verdict in row.verdicts):
@@ -72,7 +82,9 @@ def said(row: Row) -> str:
 
 def _before(row: Row) -> str:
     """Say which verdicts a claim had that has ended, and what stands in its place."""
-    had = [f"{LABELS[one.label]} at {one.scale}" for one in row.verdicts if one.deciding]
+    had = [
+        f"{LABELS[one.label]} at {one.scale}" for one in row.verdicts if one.deciding
+    ]
     before = f"It had been: {', '.join(had)}." if had else ""
     names = ", ".join(row.claim.instead)
     return f"{before} In its place: {names}." if names else before
@@ -122,7 +134,10 @@ def _sizes(measured: Measurement) -> str:
 
 def _tasks(measured: Measurement) -> Iterator[str]:
     """Say on how many tasks the mean effect is as claimed, and without which it would not be so."""
-    parts, kind = measured.parts, "domains" if {*measured.parts} <= store.DOMAINS else "tasks"
+    parts, kind = (
+        measured.parts,
+        "domains" if {*measured.parts} <= store.DOMAINS else "tasks",
+    )
     if len(parts) < 2:
         return
     good = sum(one > 0 for one in measured.by_task.values())
@@ -131,7 +146,9 @@ def _tasks(measured: Measurement) -> Iterator[str]:
         return
     if not measured.stands():
         yield f"no longer so if {kind} weigh alike"
-    elif needed := [task.partition("/")[0] for task in parts if not measured.stands(task)]:
+    elif needed := [
+        task.partition("/")[0] for task in parts if not measured.stands(task)
+    ]:
         yield f"no longer so if {' or '.join(needed)} is left out"
 
 
@@ -148,10 +165,14 @@ def power(measured: Measurement) -> str:
     claim = measured.claim
     if measured.visible is None:
         return ""
-    said = f"four in five such studies see {amount(claim, measured.visible).lstrip('+')}"
+    said = (
+        f"four in five such studies see {amount(claim, measured.visible).lstrip('+')}"
+    )
     if claim.claimed is None or claim.direction not in ("greater", "less"):
         return said
-    return f"{said}; the paper's effect is {amount(claim, abs(claim.claimed)).lstrip('+')}"
+    return (
+        f"{said}; the paper's effect is {amount(claim, abs(claim.claimed)).lstrip('+')}"
+    )
 
 
 def numbers(best: Measurement) -> str:
@@ -160,7 +181,9 @@ def numbers(best: Measurement) -> str:
     if isinstance(claim.reference, (int, float)):
         shift, claim = claim.reference, replace(claim, reference=None)
         effect, ends = effect + shift, ends and (ends[0] + shift, ends[1] + shift)
-        side = {"less": "below", "greater": "above"}.get(str(claim.direction), "equal to")
+        side = {"less": "below", "greater": "above"}.get(
+            str(claim.direction), "equal to"
+        )
         bound = f", claimed to be {side} {amount(claim, shift)}" if shift else ""
     value = amount(claim, effect)
     if ends is None:
@@ -175,16 +198,30 @@ def summary(rows: Iterable[Row]) -> pd.DataFrame:
     for verdict in (verdict for row in sampled for verdict in row.verdicts):
         shown, claim = verdict.shown, verdict.claim
         names.append(claim.id.partition(".")[2])
-        lines.append({
-            "scale": verdict.scale,
-            "seeds": shown.seeds,
-            "effect": amount(claim, shown.effect),
-            "95 %": span(claim, *shown.interval) if shown.interval else "",
-            "could see": amount(claim, shown.smallest).lstrip("+") if shown.smallest else "",
-            "the paper's": "" if claim.claimed is None else amount(claim, claim.claimed),
-            "verdict": LABELS[verdict.label] + " *" * verdict.survives,
-        })  # fmt: skip
-    columns = ["scale", "seeds", "effect", "95 %", "could see", "the paper's", "verdict"]
+        lines.append(
+            {
+                "scale": verdict.scale,
+                "seeds": shown.seeds,
+                "effect": amount(claim, shown.effect),
+                "95 %": span(claim, *shown.interval) if shown.interval else "",
+                "could see": amount(claim, shown.smallest).lstrip("+")
+                if shown.smallest
+                else "",
+                "the paper's": ""
+                if claim.claimed is None
+                else amount(claim, claim.claimed),
+                "verdict": LABELS[verdict.label] + " *" * verdict.survives,
+            }
+        )
+    columns = [
+        "scale",
+        "seeds",
+        "effect",
+        "95 %",
+        "could see",
+        "the paper's",
+        "verdict",
+    ]
     return pd.DataFrame(lines, index=names, columns=columns)
 
 
@@ -193,7 +230,9 @@ def forest(rows: Iterable[Row], title: str) -> Any:
     every = ordered(rows)
     several = len({row.claim.paper for row in every}) > 1
     points = [point for row in every for point in intervals(row, several)]
-    frame = pd.DataFrame(points, columns=[*COLUMNS, "printed"]).astype({"printed": float})
+    frame = pd.DataFrame(points, columns=[*COLUMNS, "printed"]).astype(
+        {"printed": float}
+    )
     order = list(dict.fromkeys(["points", "nats", *frame.panel]))
     frame = frame.sort_values("panel", key=lambda p: p.map(order.index), kind="stable")
     return plotting.forest(frame, xlabel="effect, as claimed to the right", title=title)
@@ -223,7 +262,11 @@ def _point(verdict: Verdict, line: str) -> list[object]:
 
 
 def differences(
-    pools: Iterable[Pool], pairs: Mapping[str, tuple[str, str | float]], *, xlabel: str, title: str
+    pools: Iterable[Pool],
+    pairs: Mapping[str, tuple[str, str | float]],
+    *,
+    xlabel: str,
+    title: str,
 ) -> Any:
     """Draw values less others, paired by seed and item, with intervals at 95 %, pool by pool.
 
@@ -251,7 +294,9 @@ def between_scales(rows: Iterable[Row]) -> pd.DataFrame:
     for row in rows:
         if len(row.verdicts) < 2 or row.claim.exact or row.claim.ended:
             continue
-        effects = {one.scale: amount(row.claim, one.shown.effect) for one in row.verdicts}
+        effects = {
+            one.scale: amount(row.claim, one.shown.effect) for one in row.verdicts
+        }
         trend = _trend(row.verdicts[0].shown, row.verdicts[-1].shown)
         lines[row.claim.id.partition(".")[2]] = {"with scale": trend} | effects
     return pd.DataFrame.from_dict(lines, orient="index").fillna("")
@@ -270,9 +315,13 @@ def _trend(small: Measurement, large: Measurement) -> str:
 
 def runs(pools: dict[str, Pool]) -> pd.DataFrame:
     """Say of each pool which runs it has, of which day, and what of the code has changed since."""
-    lines = [[", ".join(map(str, p.seeds)), len(p.runs), len(p.arms), results.since(p.last)]
-             for p in pools.values()]  # fmt: skip
-    return pd.DataFrame(lines, index=list(pools), columns=["seeds", "runs", "arms", "code"])
+    lines = [
+        [", ".join(map(str, p.seeds)), len(p.runs), len(p.arms), results.since(p.last)]
+        for p in pools.values()
+    ]
+    return pd.DataFrame(
+        lines, index=list(pools), columns=["seeds", "runs", "arms", "code"]
+    )
 
 
 def pools(name: str) -> dict[str, Pool]:
@@ -281,8 +330,12 @@ def pools(name: str) -> dict[str, Pool]:
     The others are exploratory: the ledger shows what they measured.
     """
     every, deciders = store.pools(name), sources.deciders(results.root())
-    mine = {protocol for claim in papers.claims() if claim.run == name and not claim.ended
-            for protocol in deciders.get(claim.id, ())}  # fmt: skip
+    mine = {
+        protocol
+        for claim in papers.claims()
+        if claim.run == name and not claim.ended
+        for protocol in deciders.get(claim.id, ())
+    }
     return {one: pool for one, pool in every.items() if one in mine} or every
 
 
@@ -298,7 +351,9 @@ def reached(
     if not tables:
         return pd.DataFrame()
     whole = pd.concat(tables)
-    return whole[[*(measure for measure in measures if measure in whole), "seeds"]].fillna("")
+    return whole[
+        [*(measure for measure in measures if measure in whole), "seeds"]
+    ].fillna("")
 
 
 def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.DataFrame:
@@ -315,7 +370,9 @@ def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.Da
     return pd.DataFrame(lines, columns=ARMS)
 
 
-def changes(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.DataFrame:
+def changes(
+    pool: Pool, names: Iterable[str], measures: Mapping[str, str]
+) -> pd.DataFrame:
     """Put `arms` measured in two ways into a table: over seeds that have both, with the change."""
     frames = []
     for arm in names:
@@ -323,16 +380,27 @@ def changes(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd
         both = pool.having(one, two)
         kept = replace(pool, runs=tuple(run for run in pool.runs if run.seed in both))
         change = kept.effects(two, one)
-        line = ["change", arm, change.mean(), *(interval(change) or (np.nan, np.nan)), len(both)]
+        line = [
+            "change",
+            arm,
+            change.mean(),
+            *(interval(change) or (np.nan, np.nan)),
+            len(both),
+        ]
         frames += [arms(kept, [arm], measures), pd.DataFrame([line], columns=ARMS)]
     return table(pd.concat(frames))
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
     """Put what `arms` measured into words: a line an arm, a column a measure, and the seeds."""
-    ends = [(_said(low), _said(high)) for low, high in zip(frame.low, frame.high, strict=True)]
-    text = [_said(value) + f" ({low} to {high})" * (low != high)
-            for value, (low, high) in zip(frame.value, ends, strict=True)]  # fmt: skip
+    ends = [
+        (_said(low), _said(high))
+        for low, high in zip(frame.low, frame.high, strict=True)
+    ]
+    text = [
+        _said(value) + f" ({low} to {high})" * (low != high)
+        for value, (low, high) in zip(frame.value, ends, strict=True)
+    ]
     wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")
     order = list(dict.fromkeys(frame.arm)), list(dict.fromkeys(frame.measure))
     wide = wide.loc[order].fillna("").rename_axis(columns=None)
@@ -361,8 +429,11 @@ def answer(pool: Pool, question: str, measure: str) -> Answer | None:
     """
     base = "sparse" if pool.values("together/sparse/base/nll") else "dense"
     names = {arm: f"together/{base}/{arm}/{measure}" for arm in pool.arms}
-    means = {arm: pool.effects(name).mean() for arm, name in names.items()
-             if len(pool.values(name)) >= SEEDS}  # fmt: skip
+    means = {
+        arm: pool.effects(name).mean()
+        for arm, name in names.items()
+        if len(pool.values(name)) >= SEEDS
+    }
     if len(means) < 2:
         return None
     order = sorted(means, key=means.__getitem__)
@@ -406,13 +477,18 @@ def rated(pool: Pool, reached: str) -> dict[str, list[tuple[float, float]]]:
     points: dict[str, list[tuple[float, float]]] = {}
     for arm, grids in pool.rates.items():
         ends = pool.values(reached.format(arm=arm))
-        pairs = [(min(grid, key=grid.__getitem__), ends[seed].value)
-                 for seed, grid in grids.items() if seed in ends]  # fmt: skip
+        pairs = [
+            (min(grid, key=grid.__getitem__), ends[seed].value)
+            for seed, grid in grids.items()
+            if seed in ends
+        ]
         points |= {arm: pairs} if pairs else {}
     return points
 
 
-def beside(pool: Pool, names: Sequence[str], printed: Iterable[float]) -> dict[str, np.ndarray]:
+def beside(
+    pool: Pool, names: Sequence[str], printed: Iterable[float]
+) -> dict[str, np.ndarray]:
     """Return our shares and the paper's per cent as points above the first, ``[S, T]``, ``[T]``."""
     ours, theirs = 100 * series(pool, names), np.array([*printed])
     return {"here": ours - ours[:, :1], "in the paper": theirs - theirs[:1]}
@@ -424,7 +500,9 @@ def bands(
     """Return curves ``[S, T]`` by label, less the seed's curve ``less``, and their positions."""
     zero = pool.curves(less) if less else {}
     curves = {
-        label: [pair for pair in pool.curves(name).items() if pair[0] in zero or not less]
+        label: [
+            pair for pair in pool.curves(name).items() if pair[0] in zero or not less
+        ]
         for label, name in names.items()
     }
     every = [pair for pairs in [zero.items(), *curves.values()] for pair in pairs]
@@ -432,14 +510,20 @@ def bands(
     for seed, curve in every:
         if curve.x != positions:
             where = f"{curve.name}, seed {seed}, has {len(curve.x)} positions"
-            refuse("E-SHAPE", f"{where}; expected the {len(positions)} of the first curve")
-    rows = {k: [np.array(c.y) - (zero[seed].y if less else 0) for seed, c in pairs]
-            for k, pairs in curves.items()}  # fmt: skip
+            refuse(
+                "E-SHAPE", f"{where}; expected the {len(positions)} of the first curve"
+            )
+    rows = {
+        k: [np.array(c.y) - (zero[seed].y if less else 0) for seed, c in pairs]
+        for k, pairs in curves.items()
+    }
     lines = {label: np.array(several) for label, several in rows.items() if several}
     return lines, positions
 
 
-def tenths(pools: Iterable[Pool], pairs: Mapping[str, tuple[str, str]]) -> dict[str, np.ndarray]:
+def tenths(
+    pools: Iterable[Pool], pairs: Mapping[str, tuple[str, str]]
+) -> dict[str, np.ndarray]:
     """Return how far curves are above others in each tenth of the steps, ``[S, 10]``, by line.
 
     ``pairs`` are a line's text to two curves' names; a line is one of them in one pool.
@@ -456,6 +540,10 @@ def tenths(pools: Iterable[Pool], pairs: Mapping[str, tuple[str, str]]) -> dict[
 def of(pools: dict[str, Pool], protocol: str) -> Pool:
     """Return the pool of a protocol, or refuse with those that there are."""
     if protocol not in pools:
-        hint = nearest(protocol, pools) if pools else "there is none yet: see moebook study --help"
+        hint = (
+            nearest(protocol, pools)
+            if pools
+            else "there is none yet: see moebook study --help"
+        )
         refuse("E-PROTOCOL", f"no pool of protocol '{protocol}'; {hint}")
     return pools[protocol]

@@ -28,7 +28,8 @@ def main() -> None:
     Behind the socket's number come names of libraries, or of functions (``module:name``) to call.
     """
     number, *names = sys.argv[1:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end ends this
+    # Ctrl-C is for the parent, whose end ends this.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in names:
         module, _, function = name.partition(":")
         imported = importlib.import_module(module)
@@ -53,7 +54,11 @@ def serve(listening: socket.socket) -> dict[str, Any] | None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     clients: dict[int, socket.socket] = {}  # by the number of their fork
     with selectors.DefaultSelector() as events:
-        for source in {PARENT, listening.fileno(), woken.fileno()}:  # a fork has no such parent
+        for source in {
+            PARENT,
+            listening.fileno(),
+            woken.fileno(),
+        }:  # a fork has no such parent
             events.register(source, selectors.EVENT_READ)
         while True:
             for event, _ in events.select():
@@ -98,7 +103,9 @@ def receive(client: socket.socket) -> dict[str, Any] | None:
         return None
 
 
-def tell(pid: int, clients: dict[int, socket.socket], events: selectors.BaseSelector) -> None:
+def tell(
+    pid: int, clients: dict[int, socket.socket], events: selectors.BaseSelector
+) -> None:
     """Tell the client of a fork that has ended how it ended."""
     done, status, used = os.wait4(pid, os.WNOHANG)
     if done:

@@ -9,7 +9,15 @@ from importlib import import_module
 from pathlib import Path
 
 from moebook import papers, plotting, results
-from moebook.notebook import findings, freshness, moving, pages, plans, sources, verdicts
+from moebook.notebook import (
+    findings,
+    freshness,
+    moving,
+    pages,
+    plans,
+    sources,
+    verdicts,
+)
 from moebook.results import store
 
 RENDERER = """
@@ -33,7 +41,10 @@ def prepare() -> None:
 
 def write(folder: Path) -> None:
     """Write all pages, and seal them with what they are made of (`freshness`)."""
-    place, made_of = folder / "book" / "_generated", freshness.digest(folder, freshness.SHOWN)
+    place, made_of = (
+        folder / "book" / "_generated",
+        freshness.digest(folder, freshness.SHOWN),
+    )
     for name, text in generated(folder).items():
         results.write(place / f"{name}.md", text)
     freshness.seal(place, made_of)
@@ -44,13 +55,20 @@ def generated(folder: Path) -> dict[str, str]:
     rows, places = verdicts.ledger(folder), pages.Places(folder)
     every = (*papers.PAPERS, *papers.OURS)
     mine = {paper: [row for row in rows if row.claim.paper == paper] for paper in every}
-    pictures = {paper: _forest(paper, f"Findings: {pages.TITLES[paper]}", mine[paper], folder)
-                for paper in mine}  # fmt: skip
-    pictures["front"] = _forest("front", "The main claims", findings.mains(rows), folder)
+    pictures = {
+        paper: _forest(paper, f"Findings: {pages.TITLES[paper]}", mine[paper], folder)
+        for paper in mine
+    }
+    pictures["front"] = _forest(
+        "front", "The main claims", findings.mains(rows), folder
+    )
     judged = {"rows": rows, "places": places, "pictures": pictures}
     kinds = ("summary", "ledger", "chance", "found", "front")
     return {name: pages.page(name, **judged) for name in kinds} | {
-        **{f"ledger_{p}": pages.page("ledger", rows=mine[p], places=places) for p in mine},
+        **{
+            f"ledger_{p}": pages.page("ledger", rows=mine[p], places=places)
+            for p in mine
+        },
         "audit": pages.audit(papers.audit()),
         "which": pages.which(folder),
         "records": pages.records(folder),
@@ -68,7 +86,9 @@ def generated(folder: Path) -> dict[str, str]:
     }
 
 
-def _forest(name: str, title: str, rows: list[verdicts.Row], folder: Path) -> str | None:
+def _forest(
+    name: str, title: str, rows: list[verdicts.Row], folder: Path
+) -> str | None:
     """Draw claims at the committed scales; return the picture's name beside the pages."""
     plotting.style()
     figure = findings.forest(rows, title)

@@ -23,7 +23,9 @@ PRIMARY, SMALLEST, SEEDS = "Primary measure", "Smallest effect of interest", "Se
 SPREAD, ROWS, OTHERS = "Spread on record", "Test rows", "Ten other seeds"
 DECIDED = (PRIMARY, SMALLEST, SEEDS, SPREAD, ROWS, OTHERS)
 """What the head of a protocol decides before these runs, a line each; the last two if any."""
-_EFFECT = re.compile(r"\{(\S+?)(?: less (\S+?(?: and \S+?)*))?(?: in (\w+))?(?: of ([\d,-]+))?\}")
+_EFFECT = re.compile(
+    r"\{(\S+?)(?: less (\S+?(?: and \S+?)*))?(?: in (\w+))?(?: of ([\d,-]+))?\}"
+)
 
 
 class Design(NamedTuple):
@@ -52,15 +54,17 @@ def read(folder: Path) -> list[Design]:
             facts |= _computed(facts, pools, protocol)
             facts |= _departures(folder, notebook, protocol, pool)
             arms = str(notebook.settings(protocol).get("arms", "")).split(",")
-            every.append(Design(
-                name,
-                protocol,
-                facts,
-                filled(_prose(head), pools, protocol),
-                pool,
-                pool.lacking(arms) if pool else "",
-                notebook.decides(protocol),
-            ))  # fmt: skip
+            every.append(
+                Design(
+                    name,
+                    protocol,
+                    facts,
+                    filled(_prose(head), pools, protocol),
+                    pool,
+                    pool.lacking(arms) if pool else "",
+                    notebook.decides(protocol),
+                )
+            )
     return every
 
 
@@ -87,9 +91,14 @@ def _departures(
         return {}
     found, told = {}, notebook.facts(protocol)
     if SEEDS in told:
-        planned = {*study.seeds(told[SEEDS]), *study.seeds(told.get(OTHERS, told[SEEDS]))}
+        planned = {
+            *study.seeds(told[SEEDS]),
+            *study.seeds(told.get(OTHERS, told[SEEDS])),
+        }
         if missing := planned.difference(pool.seeds):
-            found["Stopped early"] = f"{len(planned) - len(missing)} of {len(planned)} seeds ran"
+            found["Stopped early"] = (
+                f"{len(planned) - len(missing)} of {len(planned)} seeds ran"
+            )
         if more := set(pool.seeds).difference(planned):
             found["Seeds added later"] = ", ".join(map(str, sorted(more)))
     path = notebook.path.with_name(f"{notebook.path.stem}.{protocol}.yaml")
@@ -131,13 +140,23 @@ def filled(prose: str, pools: Mapping[str, Pool], protocol: str) -> str:
             return f"(no pool {where} on record)"
         if seeds:
             kept = study.seeds(seeds)
-            pool = replace(pool, runs=tuple(run for run in pool.runs if run.seed in kept))
+            pool = replace(
+                pool, runs=tuple(run for run in pool.runs if run.seed in kept)
+            )
         if not len(effects := pool.effects(name, other and _reference(other))):
-            refuse("E-POOL", f"head of {protocol}: the pool of {where} has no {match[0][1:-1]}")
+            refuse(
+                "E-POOL",
+                f"head of {protocol}: the pool of {where} has no {match[0][1:-1]}",
+            )
         unit, compared = next(iter(pool.values(name).values())).unit, other is not None
-        number, *ends = (quantity(x, unit, compared=compared)
-                         for x in (float(effects.mean()), *(interval(effects) or ())))  # fmt: skip
-        return number + f" ({' to '.join(end.partition(' ')[0] for end in ends)})" * bool(ends)
+        number, *ends = (
+            quantity(x, unit, compared=compared)
+            for x in (float(effects.mean()), *(interval(effects) or ()))
+        )
+        return (
+            number
+            + f" ({' to '.join(end.partition(' ')[0] for end in ends)})" * bool(ends)
+        )
 
     return _EFFECT.sub(written, prose)
 
@@ -149,7 +168,9 @@ def _reference(text: str) -> store.Reference:
     return text if "/" in text else float(text)
 
 
-def _computed(facts: Mapping[str, str], pools: Mapping[str, Pool], protocol: str) -> dict[str, str]:
+def _computed(
+    facts: Mapping[str, str], pools: Mapping[str, Pool], protocol: str
+) -> dict[str, str]:
     """What follows from a head's facts and the pools: the chance to see the effect; what was seen.
 
     The chance is simulated from the spread of the pool on record.
@@ -160,8 +181,15 @@ def _computed(facts: Mapping[str, str], pools: Mapping[str, Pool], protocol: str
         number, items = len(study.seeds(facts[SEEDS])), int(facts.get(ROWS, 0))
         effects = pool.effects(value, _reference(other))
         seen = partial(sees, effects, float(facts[SMALLEST]), items=items)
-        said, had = f"{seen(number):.0%} with {number} seeds", len(ran.seeds) if ran else 0
-        said += f", {seen(had):.0%} with the {had} that have run" if 1 < had < number else ""
+        said, had = (
+            f"{seen(number):.0%} with {number} seeds",
+            len(ran.seeds) if ran else 0,
+        )
+        said += (
+            f", {seen(had):.0%} with the {had} that have run"
+            if 1 < had < number
+            else ""
+        )
         found["Chance to see it"] = said
     if ran is None:
         return found
@@ -170,4 +198,6 @@ def _computed(facts: Mapping[str, str], pools: Mapping[str, Pool], protocol: str
     if held := ran.at_end(*ran.rates):
         found["At an end of its rates"] = held
     took = [float(run.manifest["seconds"]) for run in ran.runs]
-    return found | {"A run took": " to ".join(dict.fromkeys(map(duration, (min(took), max(took)))))}
+    return found | {
+        "A run took": " to ".join(dict.fromkeys(map(duration, (min(took), max(took)))))
+    }

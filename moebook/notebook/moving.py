@@ -28,7 +28,9 @@ def sizes() -> str:
     for host, name in HOSTS.items():
         counted, public = pesc.counts(config, host), configuration(name)
         shape = {size: getattr(public, size) for size in SIZES}
-        printed = {n: claims[f"pesc/counts/{host}/{n}"].claimed for n in ("total", "activated")}
+        printed = {
+            n: claims[f"pesc/counts/{host}/{n}"].claimed for n in ("total", "activated")
+        }
         hosts.append({"name": host, **shape, **counted._asdict(), "printed": printed})
     return page("sizes", hosts=hosts, config=config)
 
@@ -39,12 +41,18 @@ def experts(folder: Path) -> str:
     published = 3 * public["hidden_size"]["value"] * public["expert_width"]["value"]
     for run, task, scores in _recorded("routing", "scores", folder):
         values = {value.name: value.value for value in run.values}
-        trained = {score: values[f"routing/{score}/{task}/experts_trained"] for score in scores}
-        tasks.append({
-            "name": _name(run, task), "scores": scores, "trained": trained,
-            "parameters": values.get("routing/expert/parameters", published),
-            "p": {score: run.settings[f"p_{score}"] for score in scores},
-        })  # fmt: skip
+        trained = {
+            score: values[f"routing/{score}/{task}/experts_trained"] for score in scores
+        }
+        tasks.append(
+            {
+                "name": _name(run, task),
+                "scores": scores,
+                "trained": trained,
+                "parameters": values.get("routing/expert/parameters", published),
+                "p": {score: run.settings[f"p_{score}"] for score in scores},
+            }
+        )
     return page("experts", tasks=tasks)
 
 
@@ -53,18 +61,32 @@ def selection(folder: Path) -> str:
     targets = []
     for run, target, bank in _recorded("rocket", "bank", folder):
         loras = list(bank["nats"])
-        start = {name: run.settings[name] for name in ("shots", "candidates", "experts", "top_k")}
+        start = {
+            name: run.settings[name]
+            for name in ("shots", "candidates", "experts", "top_k")
+        }
         nats, share = (pd.DataFrame(bank[unit]).T for unit in ("nats", "share"))
-        cosines = pd.DataFrame({name: bank["correlation"][name][: len(loras)] for name in loras})
+        cosines = pd.DataFrame(
+            {name: bank["correlation"][name][: len(loras)] for name in loras}
+        )
         scores = rocket.scoring.scores(nats, share)
-        chosen = rocket.selection.select(scores, cosines.set_axis(loras), rocket.Config(**start))
+        chosen = rocket.selection.select(
+            scores, cosines.set_axis(loras), rocket.Config(**start)
+        )
         lines = chosen.candidates.to_dict("index")
-        fixed = {"loras": loras, "start": start, "lines": lines, "experts": chosen.experts}
+        fixed = {
+            "loras": loras,
+            "start": start,
+            "lines": lines,
+            "experts": chosen.experts,
+        }
         targets.append({"name": _name(run, target), **bank, **fixed})
     return page("selection", targets=targets)
 
 
-def _recorded(notebook: str, kind: str, folder: Path) -> list[tuple[Run, str, dict[str, Any]]]:
+def _recorded(
+    notebook: str, kind: str, folder: Path
+) -> list[tuple[Run, str, dict[str, Any]]]:
     """Find curves ``notebook/kind/task/measure/key``: run, task, and points by measure and key."""
     found = []
     pools = store.pools(notebook, folder, shown=True).values()
@@ -82,4 +104,8 @@ def _recorded(notebook: str, kind: str, folder: Path) -> list[tuple[Run, str, di
 def _name(run: Run, task: str) -> str:
     """Name a task, the base and the scale, as the reader chooses it."""
     base = str(run.settings["base"]).partition("@")[0].rpartition("/")[2]
-    return f"{task} on {base}" if run.tier in store.COMMITTED else f"{task} on {base}, this build"
+    return (
+        f"{task} on {base}"
+        if run.tier in store.COMMITTED
+        else f"{task} on {base}, this build"
+    )

@@ -38,7 +38,9 @@ def pace(seconds: float = 1.0) -> float:
 
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(1024, 128, generator=draw)
-    up, down = (torch.randn(128, 384, generator=draw, requires_grad=True) for _ in range(2))
+    up, down = (
+        torch.randn(128, 384, generator=draw, requires_grad=True) for _ in range(2)
+    )
     steps, start = 0, time.perf_counter()
     while (spent := time.perf_counter() - start) < seconds:
         hidden = torch.nn.functional.silu(rows @ up)
@@ -68,7 +70,9 @@ def expected(declared: Mapping[str, Parameter], given: Mapping[str, Any]) -> str
         return None
     here = about(spent * recorded["pace"] / pace())
     usual = notebook.defaults | notebook.settings(given["tier"])
-    changed = [name for name in usual if name not in SAME and given[name] != usual[name]]
+    changed = [
+        name for name in usual if name not in SAME and given[name] != usual[name]
+    ]
     if not changed:
         return f"This will take {here} on this machine."
     names = ", ".join(changed)

@@ -53,7 +53,10 @@ KINDS = {  # label to the badge's class in _static/moebook.css; others are incon
     "withdrawn": "notrun",
 }
 QUESTIONS = (  # what a practitioner asks, and the measure that answers it: least is best
-    ("I have one GPU and one mixture of tasks: what learns most from equal tokens?", "nll"),
+    (
+        "I have one GPU and one mixture of tasks: what learns most from equal tokens?",
+        "nll",
+    ),
     ("My compute is fixed: what learns most from equal FLOPs?", "equal_flops/nll"),
     ("I must not forget: what loses least on plain texts?", "forgotten"),
     ("A new task will come, with few shots: what takes it up best?", "new/after"),
@@ -74,7 +77,9 @@ FAULTS = {
 
 def commit(known: Mapping[str, Any] | None) -> str:
     """Write a commit as `results.commit` gives it: seven digits, and whether files differed."""
-    return f"{known['id'][:7]}{' with changes' * known['dirty']}" if known else "unknown"
+    return (
+        f"{known['id'][:7]}{' with changes' * known['dirty']}" if known else "unknown"
+    )
 
 
 def bound(claim: Claim) -> str:
@@ -163,15 +168,37 @@ def sorted_out(rows: Iterable[Row]) -> Sorted:
 def counted(things: Iterable[Any], paper: str, label: str) -> dict[str, Counter[str]]:
     """Count labels by paper, both of which are attributes, in the order of `TITLES`."""
     pairs = [attrgetter(paper, label)(thing) for thing in things]
-    counts = {paper: Counter(label for one, label in pairs if one == paper) for paper in TITLES}
+    counts = {
+        paper: Counter(label for one, label in pairs if one == paper)
+        for paper in TITLES
+    }
     return {paper: count for paper, count in counts.items() if count}
 
 
 for thing in (
-    amount, bound, commit, cost, counted, duration, judged, labels_by_scale, scales_of, seeds,
-    since, sorted_out, span, surviving, verdicts.chance, findings.intervals, findings.mains,
-    findings.notes, findings.ordered, findings.power, findings.scatter, findings.sentence,
-):  # fmt: skip
+    amount,
+    bound,
+    commit,
+    cost,
+    counted,
+    duration,
+    judged,
+    labels_by_scale,
+    scales_of,
+    seeds,
+    since,
+    sorted_out,
+    span,
+    surviving,
+    verdicts.chance,
+    findings.intervals,
+    findings.mains,
+    findings.notes,
+    findings.ordered,
+    findings.power,
+    findings.scatter,
+    findings.sentence,
+):
     ENVIRONMENT.globals[thing.__name__] = thing
 ENVIRONMENT.globals.update(
     TITLES=TITLES,
@@ -202,7 +229,9 @@ class Places:
         links = {
             "findings": self._page(f"{claim.notebook}_findings") if pooled else None,
             "notebook": self._page(claim.notebook, self._anchors.get(claim.value, "")),
-            claim.function.removeprefix("moebook.").removeprefix("methods."): self.code(claim),
+            claim.function.removeprefix("moebook.").removeprefix("methods."): self.code(
+                claim
+            ),
         }
         return {text: url for text, url in links.items() if url}
 
@@ -223,7 +252,9 @@ class Places:
                     heading = "#" + words.strip("-")
                 for output in cell.get("outputs", []):
                     if value := output.get("data", {}).get(VALUE):
-                        anchors.setdefault(restored(Value, value, path.name).name, heading)
+                        anchors.setdefault(
+                            restored(Value, value, path.name).name, heading
+                        )
         return anchors
 
     def code(self, claim: Claim) -> str:
@@ -235,7 +266,9 @@ class Places:
     @cached_property
     def _repository(self) -> str:
         with results.formed(self.folder / "_config.yml") as config:
-            return f"{config['repository']['url']}/blob/{config['repository']['branch']}"
+            return (
+                f"{config['repository']['url']}/blob/{config['repository']['branch']}"
+            )
 
 
 def audit(every: Sequence[Finding]) -> str:
@@ -250,9 +283,13 @@ def audit(every: Sequence[Finding]) -> str:
 
 def records(folder: Path) -> str:
     """Return the list of recorded runs: their seeds and cost, their day, what changed since."""
-    names = [name for name, one in sources.notebooks(folder).items() if not one.findings]
+    names = [
+        name for name, one in sources.notebooks(folder).items() if not one.findings
+    ]
     pools = [pool for name in names for pool in store.pools(name, folder).values()]
-    others = ((store.pool(name, CLASS, folder), store.live(name, folder)) for name in names)
+    others = (
+        (store.pool(name, CLASS, folder), store.live(name, folder)) for name in names
+    )
     pools += [pool for pair in others for pool in pair if pool]
     return page("records", pools=pools, folder=folder)
 
@@ -272,8 +309,11 @@ def which(folder: Path) -> str:
     """Return which arm answers a practitioner's question best, question by question."""
     pools = store.pools("together", folder)
     deciders = sources.deciders(folder)
-    deciding = {protocol for claim in papers.claims("together")
-                for protocol in deciders.get(claim.id, ())}  # fmt: skip
+    deciding = {
+        protocol
+        for claim in papers.claims("together")
+        for protocol in deciders.get(claim.id, ())
+    }
     lines: dict[tuple[tuple[int, int], int], findings.Answer] = {}
 
     def weight(answer: findings.Answer) -> tuple[bool, int]:
@@ -302,7 +342,9 @@ def withdrawn(folder: Path) -> str:
         notebook, protocol = entry["runs"].split("/")
         paths = results.files.own(place / notebook / protocol, "*.parquet")
         seeds = sorted({results.read_run(path).seed for path in paths})
-        told.append({**entry, "notebook": notebook, "protocol": protocol, "seeds": seeds})
+        told.append(
+            {**entry, "notebook": notebook, "protocol": protocol, "seeds": seeds}
+        )
     return page("withdrawn", runs=told)
 
 
@@ -361,14 +403,21 @@ def _insert(app: Any, docname: str, source: list[str]) -> None:
     if not docname.startswith("notebooks/") or docname.endswith("_findings"):
         return
     app.env.note_dependency(str(path))
-    text, notebook = badge(results.read_run(path), path.parents[2]), json.loads(source[0])
+    text, notebook = (
+        badge(results.read_run(path), path.parents[2]),
+        json.loads(source[0]),
+    )
     for tags in (cell["metadata"].get("tags", []) for cell in notebook["cells"]):
         tags += ["hide-input"] * ("injected-parameters" in tags)
-    notebook["cells"].insert(1, {"cell_type": "markdown", "metadata": {}, "source": text})
+    notebook["cells"].insert(
+        1, {"cell_type": "markdown", "metadata": {}, "source": text}
+    )
     source[0] = json.dumps(notebook)
 
 
-def _mend(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+def _mend(
+    app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
     """Keep one of the scripts that several extensions add, and no role that ARIA has given up."""
     first: dict[Any, Any] = {}
     for script in context["script_files"]:
@@ -376,7 +425,9 @@ def _mend(app: Any, page: str, template: str, context: dict[str, Any], doctree: 
         first.setdefault((script.filename or "", body), script)
     context["script_files"] = list(first.values())
     for role in (' role="list" class="citation-list"', ' role="doc-biblioentry"'):
-        context["body"] = context.get("body", "").replace(role, role.partition('list"')[2])
+        context["body"] = context.get("body", "").replace(
+            role, role.partition('list"')[2]
+        )
 
 
 def badge(run: Run, folder: Path) -> str:
@@ -391,9 +442,13 @@ def badge(run: Run, folder: Path) -> str:
         "accelerator": machine["accelerator"],
         "date": manifest["date"][:10],
         "commit": commit(manifest.get("commit")),
-        "set by the reader": ", ".join(f"{k} = {v}" for k, v in manifest["overrides"].items()),
+        "set by the reader": ", ".join(
+            f"{k} = {v}" for k, v in manifest["overrides"].items()
+        ),
     }
     pages = sorted((folder / "notebooks").glob(f"*_{run.notebook}_findings.ipynb"))
-    where = f"[the findings]({pages[0].name})" if pages else "[the records](../records.md)"
+    where = (
+        f"[the findings]({pages[0].name})" if pages else "[the records](../records.md)"
+    )
     pools = store.pools(run.notebook, folder, read=results.runs.read_head)
     return "\n" + page("badge", run=run, facts=facts, pools=pools, where=where)

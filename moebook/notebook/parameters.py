@@ -49,7 +49,10 @@ class Parameter:
         if type(value) is not self.type and (self.type, type(value)) != (float, int):
             refuse("E-TYPE", f"{given}: {self._expected(value)}")
         if isinstance(value, str) and printable(value) != value:
-            refuse("E-TYPE", f"{given}: expected one line of text without control characters")
+            refuse(
+                "E-TYPE",
+                f"{given}: expected one line of text without control characters",
+            )
         if not self._allows(value):
             note = f" ({self.help})" if self.help else ""
             refuse("E-RANGE", f"{given}: {self._permitted(value)}{note}")
@@ -92,7 +95,9 @@ class Parameter:
         if self.type is str and type(value) in (int, float):
             return f"{text} (papermill's -p gives a number: use -r {self.name} {value})"
         if self.type is bool and word in ("true", "false"):
-            return f"{text} (papermill's -p gives text: use -y '{{{self.name}: {word}}}')"
+            return (
+                f"{text} (papermill's -p gives text: use -y '{{{self.name}: {word}}}')"
+            )
         return text
 
     def _permitted(self, value: object) -> str:
@@ -140,7 +145,9 @@ def _comments(source: str) -> dict[int, str]:
 
 def _declaration(statement: ast.stmt, comment: str, place: str) -> Parameter:
     """Read one line of a parameters cell, with the comment that ends it."""
-    if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+    if not isinstance(statement, ast.AnnAssign) or not isinstance(
+        statement.target, ast.Name
+    ):
         expected = "name: type = default  # help, unit, range"
         refuse("E-NOTEBOOK", f"{place}: expected {expected}")
     name = statement.target.id
@@ -196,13 +203,17 @@ def _number(text: str, kind: type) -> Any:
         return text
 
 
-def check(declared: Mapping[str, Parameter], values: Mapping[str, object], where: str) -> None:
+def check(
+    declared: Mapping[str, Parameter], values: Mapping[str, object], where: str
+) -> None:
     """Refuse values whose name is not declared, or that break their parameter's type or rule."""
     for name, value in values.items():
         _find(declared, name, where).check(value, where)
 
 
-def read_options(declared: Mapping[str, Parameter], texts: Iterable[str]) -> dict[str, Scalar]:
+def read_options(
+    declared: Mapping[str, Parameter], texts: Iterable[str]
+) -> dict[str, Scalar]:
     """Turn the command line's ``name=value`` texts into checked values."""
     values: dict[str, Scalar] = {}
     for text in texts:
@@ -217,5 +228,7 @@ def read_options(declared: Mapping[str, Parameter], texts: Iterable[str]) -> dic
 
 
 def _find(declared: Mapping[str, Parameter], name: str, where: str) -> Parameter:
-    refuse_unknown(name, declared, "E-PARAMETER", f"{where}: unknown parameter {name!r};")
+    refuse_unknown(
+        name, declared, "E-PARAMETER", f"{where}: unknown parameter {name!r};"
+    )
     return declared[name]

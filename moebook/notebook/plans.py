@@ -38,7 +38,11 @@ what the notebook holds beside; "paged": moments that main memory takes when the
 not in the sum. Assumptions: hours are at half of the roofline (--efficiency), with the change and
 without traffic between GPUs; rows are as long as may be (--tokens sets the mean); a price is a
 middle one of May 2026 (--price). Tests are not counted."""
-LENGTH = {"bases": 256, "rocket": 1024, "rivals": 1024}  # tokens a row where no parameter says it
+LENGTH = {
+    "bases": 256,
+    "rocket": 1024,
+    "rivals": 1024,
+}  # tokens a row where no parameter says it
 
 
 def trainings(notebook: str, given: Given) -> list[Training]:
@@ -57,14 +61,25 @@ def trainings(notebook: str, given: Given) -> list[Training]:
     copies = {"pesc": dtype.itemsize, "esft": dtype.itemsize, "together": 4}
     copies["router_init"] = 4 + dtype.itemsize
     base = skeleton(configuration(given["base"]))
-    usual: dict[str, Any] = {name: given[name] for name in ("batch", "steps", "accumulate",
-                             "optimizer", "checkpointing") if name in given}  # fmt: skip
-    usual |= {"host": given["base"], "length": given.get("max_length", LENGTH.get(notebook))}
-    usual |= {"dtype": dtype, "beside": copies.get(notebook, 0) * float(base.num_parameters())}
+    usual: dict[str, Any] = {
+        name: given[name]
+        for name in ("batch", "steps", "accumulate", "optimizer", "checkpointing")
+        if name in given
+    }
+    usual |= {
+        "host": given["base"],
+        "length": given.get("max_length", LENGTH.get(notebook)),
+    }
+    usual |= {
+        "dtype": dtype,
+        "beside": copies.get(notebook, 0) * float(base.num_parameters()),
+    }
     if notebook in ("router_init", "together"):  # theirs is the dtype of products
         usual |= {"dtype": torch.float32, "autocast": dtype == torch.bfloat16}
-    return [Training(**usual | {"name": name, "method": method} | own)
-            for name, method, own in TRAINED[notebook](given)]  # fmt: skip
+    return [
+        Training(**usual | {"name": name, "method": method} | own)
+        for name, method, own in TRAINED[notebook](given)
+    ]
 
 
 def _bases(given: Given) -> Arms:
@@ -81,12 +96,18 @@ def _pesc(given: Given) -> Arms:
 def _router_init(given: Given) -> Arms:
     tries = len(lists.rates("rates", given["rates"])) * given["rate_steps"]
     for name, arm in experiments.router_init.check(given).items():
-        yield name, methods.of_arm(arm, given), {"steps": arm.recipe(given)["steps"] + tries}
+        yield (
+            name,
+            methods.of_arm(arm, given),
+            {"steps": arm.recipe(given)["steps"] + tries},
+        )
 
 
 def _rocket(given: Given) -> Arms:
     names = "shots candidates experts top_k budget threshold"
-    main = rocket.Config.preset(given["preset"], **{name: given[name] for name in names.split()})
+    main = rocket.Config.preset(
+        given["preset"], **{name: given[name] for name in names.split()}
+    )
     known = rocket.pipeline.arms(main, strict=given["strict"])
     turns, tried = len(given["targets"].split(",")), len(_listed(given["rates"]))
     for name in _arms(given, known):
@@ -94,29 +115,45 @@ def _rocket(given: Given) -> Arms:
             rows = arm.config.shots + arm.config.budget * arm.open_data
             steps = -(-rows * given["epochs"] // given["batch"]) or given["steps"]
             again = given["repeats"] if name == "mixture" else 1
-            own = {"steps": steps, "turns": turns * (again + (tried if tried > 1 else 0))}
+            own = {
+                "steps": steps,
+                "turns": turns * (again + (tried if tried > 1 else 0)),
+            }
             yield name, methods.mixture(arm.config, given["bank_rank"]), own
 
 
 def _rivals(given: Given) -> Arms:
     """Plan each rival as a mixture of the LoRAs that it sees, all of them trained: the most."""
-    whole, how = len(bank.SOURCES), {name: given[name] for name in ("experts", "top_k", "rate")}
+    whole, how = (
+        len(bank.SOURCES),
+        {name: given[name] for name in ("experts", "top_k", "rate")},
+    )
     sizes = {"whole": whole, "with_target": whole + 1, "chosen": given["experts"]}
     known = table.arms(whole, searches=given["searches"], **how)
     turns = len(given["targets"].split(",")) * (1 + len(_listed(given["rates"])))
     for name in _arms(given, known):
         if known[name].rated:
             experts = sizes[known[name].bank]
-            config = rocket.Config(candidates=experts, experts=experts, top_k=min(2, experts))
+            config = rocket.Config(
+                candidates=experts, experts=experts, top_k=min(2, experts)
+            )
             yield name, methods.mixture(config, 16), {"turns": turns}
 
 
 def _esft(given: Given) -> Arms:
     sweep = ("thresholds_gate", "thresholds_token", "ranks", "group_sizes")
-    usual = {"gate": given["p_gate"], "token": given["p_token"], "lora": given["lora_rank"]}
+    usual = {
+        "gate": given["p_gate"],
+        "token": given["p_token"],
+        "lora": given["lora_rank"],
+    }
     known = esft.arms(esft.sweep(*(given[name] for name in sweep)), usual)
-    printed = {score: papers.printed.hyperparameters("esft", "paper")[f"threshold_{score}"]["value"]
-               for score in ("gate", "token")}  # fmt: skip
+    printed = {
+        score: papers.printed.hyperparameters("esft", "paper")[f"threshold_{score}"][
+            "value"
+        ]
+        for score in ("gate", "token")
+    }
     tries = len(_listed(given["rates"])) * -(-given["steps"] // 2)
     for name in _arms(given, known):
         arm, scale = known[name], given["lora_scale"]
@@ -139,7 +176,9 @@ def _together(given: Given) -> Arms:
     base, top_k = skeleton(configuration(given["base"])), given["top_k"]
     names = "parameters adapters copies experts top_k".split()
     config = together.Config(**{name: given[name] for name in names})
-    setup = together.Setup(base, None, dict.fromkeys(given["tasks"].split(","), ()), config)
+    setup = together.Setup(
+        base, None, dict.fromkeys(given["tasks"].split(","), ()), config
+    )
     sparse = any(layer.kind == "sparse" for layer in anatomy(base).layers)
     known = together.arms(sparse=sparse)
     layers = sparse_layers(base) if sparse else []
@@ -156,18 +195,29 @@ def _together(given: Given) -> Arms:
         elif plain.bank or name == "mixlora":
             sized = arm if arm.bank else known["rocket"]
             count = config.experts if sized.chosen else len(setup.rows)
-            sizes = rocket.Config(experts=count, top_k=min(top_k, count), candidates=count)
+            sizes = rocket.Config(
+                experts=count, top_k=min(top_k, count), candidates=count
+            )
             method = methods.mixture(sizes, together.bank_rank(setup, sized))
         else:
             made = partial(lambda make, host: make(setup, host, {}), plain.make)
             method = Method((name, config), made)
-        yield name, method, {"steps": round(given["steps"] * (1 + tries + (name in again)))}
+        yield (
+            name,
+            method,
+            {"steps": round(given["steps"] * (1 + tries + (name in again)))},
+        )
 
 
 TRAINED: dict[str, Callable[[Given], Arms]] = {
-    "bases": _bases, "pesc": _pesc, "router_init": _router_init, "rocket": _rocket,
-    "rivals": _rivals, "esft": _esft, "together": _together,
-}  # fmt: skip
+    "bases": _bases,
+    "pesc": _pesc,
+    "router_init": _router_init,
+    "rocket": _rocket,
+    "rivals": _rivals,
+    "esft": _esft,
+    "together": _together,
+}
 
 
 def check_arms(notebook: str, given: Given) -> None:
@@ -189,12 +239,14 @@ def _arms(given: Given, known: Mapping[str, Any]) -> list[str]:
 def plans(notebook: str, given: Given, gpu: str, **how: Any) -> list[Plan]:
     """Plan every training of a notebook on a machine such as ``h200x8``."""
     on = planning.machine(gpu)
-    return [planning.plan(training, on, **how) for training in trainings(notebook, given)]
+    return [
+        planning.plan(training, on, **how) for training in trainings(notebook, given)
+    ]
 
 
 def report(
     name: str, protocol: str, options: list[str], gpu: str, folder: Path, **how: Any
-) -> str:  # fmt: skip
+) -> str:
     """Return the text of ``moebook plan`` for a notebook at a protocol."""
     notebook = sources.find(folder, name)
     given = parameters.read_options(notebook.parameters, options)
@@ -234,11 +286,17 @@ def record(folder: Path) -> Path:
         notebook = known[asked["notebook"]]
         values = notebook.defaults | notebook.settings("paper") | asked["changes"]
         parameters.check(notebook.parameters, asked["changes"], "plans.yaml")
-        on_each = {place: asdict(plans(notebook.name, values, gpu)[0])
-                   for place, gpu in (("one", ONE), ("own", asked["gpu"]))}  # fmt: skip
+        on_each = {
+            place: asdict(plans(notebook.name, values, gpu)[0])
+            for place, gpu in (("one", ONE), ("own", asked["gpu"]))
+        }
         lines.append({"setting": asked["setting"], **on_each})
-    told = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "plans": lines,
-            "commit": results.commit(folder), "code": _code()}  # fmt: skip
+    told = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "plans": lines,
+        "commit": results.commit(folder),
+        "code": _code(),
+    }
     path = folder / RECORD
     results.write(path, json.dumps(told, indent=1) + "\n")
     return path
@@ -247,23 +305,29 @@ def record(folder: Path) -> Path:
 def shown(folder: Path) -> str:
     """Return the page's tables: the papers' settings, and how far measurements are from plans."""
     path = folder / RECORD
-    others = sorted(
-        {*results.files.own(path.parent, "*.json")} - {path}
-    )  # a machine's measurements each
+    # A machine's measurements each.
+    others = sorted({*results.files.own(path.parent, "*.json")} - {path})
     with results.formed(path):
         told = results.read_json(path) if path.is_file() else {"plans": []}
-        hardware = {name: papers.printed.hyperparameters(name, "paper")["hardware"]["value"]
-                    for name in papers.PAPERS}  # fmt: skip
+        hardware = {
+            name: papers.printed.hyperparameters(name, "paper")["hardware"]["value"]
+            for name in papers.PAPERS
+        }
         stated = {one["setting"]: one for one in _settings()}
         printed = papers.wide("esft", "figure_4")
         rows = printed.filter(like="memory").iterrows()
         return page(
-            "plan", lines=told["plans"], hardware=hardware, stated=stated, told=told,
+            "plan",
+            lines=told["plans"],
+            hardware=hardware,
+            stated=stated,
+            told=told,
             memory={arm: row.dropna().tolist() for arm, row in rows},
             minutes=printed["training time"],
             machines=[(results.read_json(other), errors(other)) for other in others],
-            behind=told.get("code") != _code(), efficiency=planning.EFFICIENCY,
-        )  # fmt: skip
+            behind=told.get("code") != _code(),
+            efficiency=planning.EFFICIENCY,
+        )
 
 
 def errors(path: Path) -> pd.DataFrame:
@@ -273,7 +337,9 @@ def errors(path: Path) -> pd.DataFrame:
     geometric mean of the other cases' efficiencies, so that no case predicts itself.
     """
     with results.formed(path):
-        lines = [line for line in results.read_json(path)["cases"] if "predicted" in line]
+        lines = [
+            line for line in results.read_json(path)["cases"] if "predicted" in line
+        ]
         frame = pd.DataFrame(lines)
         predicted = pd.DataFrame(list(frame.pop("predicted")))
         parts = ["weights", "gradients", "moments", "activations"]

@@ -70,7 +70,8 @@ _SHORTEST = 8  # a variable's value is looked for from this length on; shorter o
 
 _TOPS = "home|root|Users|tmp|var|opt|usr|etc|private|mnt|media|srv|run|work|workspace|content|data"
 _PATH = re.compile(
-    rf"(?<![\w.:/~-])(?:/(?:{_TOPS})(?:/[\w.@+=-]+)+/?|[A-Za-z]:(?:\\[\w.@+=-]+){{2,}})", re.ASCII
+    rf"(?<![\w.:/~-])(?:/(?:{_TOPS})(?:/[\w.@+=-]+)+/?|[A-Za-z]:(?:\\[\w.@+=-]+){{2,}})",
+    re.ASCII,
 )
 
 _ELEMENTS = frozenset(
@@ -144,7 +145,9 @@ def _forbid_error(output: Any, where: str) -> None:
         refuse("E-OUTPUT", f"{where} holds an error: {error}")
 
 
-def _allowed(mime: str, content: Any, folder: Path, dropped: Counter[str]) -> Any | None:
+def _allowed(
+    mime: str, content: Any, folder: Path, dropped: Counter[str]
+) -> Any | None:
     """Return what of one representation of an output may be shown, or None."""
     if mime in ("text/plain", f"{GLUE}text/plain"):
         return _text(content, folder, dropped)
@@ -307,7 +310,9 @@ def _refuse_note(where: str) -> NoReturn:
     refuse("E-OUTPUT", f"{where}: malformed note of the run; execute it again")
 
 
-def check_run(executed: Any, given: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+def check_run(
+    executed: Any, given: Mapping[str, Any], facts: Mapping[str, Any]
+) -> None:
     """Refuse an executed notebook unless a fresh kernel ran all of it once, in order, as it stands.
 
     ``given`` are the parameters that it should have run with: those that were asked
@@ -378,7 +383,11 @@ def seconds(executed: Any) -> dict[str, Any]:
 
 
 def harvest(
-    executed: Any, source: Notebook, protocol: str, folder: Path, manifest: Mapping[str, Any]
+    executed: Any,
+    source: Notebook,
+    protocol: str,
+    folder: Path,
+    manifest: Mapping[str, Any],
 ) -> Run:
     """Make a run of what an executed notebook left; the ``manifest`` has all ``parameters``.
 
@@ -413,8 +422,12 @@ def harvest(
 def read_notebook(path: Path, folder: Path) -> Run:
     """Read an executed notebook as a run whose protocol is unknown (``mine``)."""
     if not path.is_file():
-        refuse("E-NOFILE", f"no file {path}; give an executed notebook, such as my_run.ipynb")
-    beside = path.with_suffix(".parquet")  # as `moebook run` leaves it: it knows cost and day
+        refuse(
+            "E-NOFILE",
+            f"no file {path}; give an executed notebook, such as my_run.ipynb",
+        )
+    # As `moebook run` leaves it: it knows cost and day.
+    beside = path.with_suffix(".parquet")
     if beside.is_file():
         run = results.read_run(beside)
         if run.manifest.get("executed") == results.digest(path):
@@ -427,7 +440,9 @@ def read_notebook(path: Path, folder: Path) -> Run:
     # Values are named pesc/sparse/accuracy: the notebook's name comes first.
     name, *_ = recorded[0].name.split("/")
     known = sources.notebooks(folder)
-    refuse_unknown(name, known, "E-NOTEBOOK", f"{path.name} records values of '{name}';")
+    refuse_unknown(
+        name, known, "E-NOTEBOOK", f"{path.name} records values of '{name}';"
+    )
     given: dict[str, object] = {}
     for cell in executed["cells"]:
         # papermill's cell is tagged, also in copies whose other metadata are gone

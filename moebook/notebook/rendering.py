@@ -40,7 +40,9 @@ def render(folder: Path, builder: str = "html", place: str | None = None) -> Non
     """
     with children.lifeline() as (waiting, _), tempfile.TemporaryFile("w+") as output:
         files = (waiting, output.fileno(), output.fileno())
-        status = children.start(RENDER, builder, folder=folder, files=files, place=place).wait()
+        status = children.start(
+            RENDER, builder, folder=folder, files=files, place=place
+        ).wait()
         output.seek(0)
         text = _COLOUR.sub("", output.read())
     log = folder / "_build" / "book.log"
@@ -59,7 +61,10 @@ def child() -> None:
 
     builder, build = sys.argv[1], Path("_build").absolute()
     # A renderer whose parent was killed may have an instant to live: wait for its end.
-    with results.locked(build / "render.lock", wait=True), _kept(build / "work") as work:
+    with (
+        results.locked(build / "render.lock", wait=True),
+        _kept(build / "work") as work,
+    ):
         place = ["--path-output", str(work), "--builder", builder]
         main(["build", *OPTIONS, *place, "book"], standalone_mode=False)
         new = build / f".{builder}.new"

@@ -50,7 +50,10 @@ from moebook.notebook.sources import Notebook
 from moebook.results import Run
 
 LEFT = ("id", "execution_count", "outputs")  # of a cell, by its execution
-CELL_SECONDS = {"smoke": 600, "cpu": 1800}  # longest time for one cell; other tiers have none
+CELL_SECONDS = {
+    "smoke": 600,
+    "cpu": 1800,
+}  # longest time for one cell; other tiers have none
 ROOM = 2**24  # bytes that a run's files may take
 LONGEST = 80  # bytes in the name of the sockets' folder: a Unix socket's whole name holds about 100
 
@@ -97,7 +100,10 @@ class Request:
         parameters.check(self.notebook.parameters, self.overrides, "-p")
         for name, value in self.overrides.items():
             if publish.secret(str(value)):
-                refuse("E-SECRET", f"-p {name} looks like a secret; parameters are stored in clear")
+                refuse(
+                    "E-SECRET",
+                    f"-p {name} looks like a secret; parameters are stored in clear",
+                )
         check_device(self.settings)
 
     @cached_property
@@ -108,7 +114,9 @@ class Request:
     @cached_property
     def store(self) -> Path:
         """Where its executed copy is kept: named by its parameters, cells' statements and lock."""
-        cells = results.files.cell_digests(results.read_ipynb(self.notebook.path)["cells"])
+        cells = results.files.cell_digests(
+            results.read_ipynb(self.notebook.path)["cells"]
+        )
         lock = results.digest(results.part(self.folder, "requirements.lock"))
         parts = [self.notebook.defaults | self.settings, cells, lock]
         text = json.dumps(parts, sort_keys=True)
@@ -279,7 +287,8 @@ def staging() -> Iterator[Path]:
     for old in folders:
         lock = old.with_suffix(".lock")
         with suppress(Refusal, OSError), results.locked(lock, patience=0):
-            shutil.rmtree(old, ignore_errors=True)  # one without a lock was left by a dying kernel
+            # One without a lock was left by a dying kernel.
+            shutil.rmtree(old, ignore_errors=True)
     folder = place / f"moebook-{secrets.token_hex(4)}"
     with results.locked(folder.with_suffix(".lock")):
         folder.mkdir(mode=0o700)
@@ -292,12 +301,16 @@ def staging() -> Iterator[Path]:
 
 def _aside(request: Request, staged: Path) -> Path:
     """Put a failed copy aside; where that fails too, it stays in a folder that is not swept."""
-    aside = request.folder / "runs" / "failed" / request.notebook.name / request.store.name
+    aside = (
+        request.folder / "runs" / "failed" / request.notebook.name / request.store.name
+    )
     try:
         results.write(aside, staged.read_text(encoding="utf-8"))
         return aside.relative_to(request.folder)
     except OSError:
-        kept = staged.parent.with_name(staged.parent.name.replace("moebook-", "moebook-kept-"))
+        kept = staged.parent.with_name(
+            staged.parent.name.replace("moebook-", "moebook-kept-")
+        )
         return staged.parent.rename(kept) / staged.name
 
 
@@ -459,7 +472,9 @@ class Kernel(AsyncKernelManager):
     @property
     def last_words(self) -> str:
         """Say what it wrote last, beside its cells' outputs; empty where it wrote nothing."""
-        return children.last_words(self.written.read_text(errors="replace") if self.written else "")
+        return children.last_words(
+            self.written.read_text(errors="replace") if self.written else ""
+        )
 
     def watch(self, stop: threading.Event) -> None:
         """Follow the process's peak memory until told to stop: `runtime.stopwatch` resets it."""
@@ -476,14 +491,19 @@ def kernel(folder: Path, directory: Path, resume: Path) -> Iterator[Kernel]:
     reach it.
     """
     if len(os.fsencode(directory)) > LONGEST:
-        refuse("E-PATH", f"{directory} is too long for sockets; set TMPDIR to a shorter folder")
+        refuse(
+            "E-PATH",
+            f"{directory} is too long for sockets; set TMPDIR to a shorter folder",
+        )
     connection = str(directory / "kernel.json")
     manager = Kernel(kernel_name="python3", transport="ipc", connection_file=connection)
     manager.written = directory / "kernel.log"
     environment = publish.environment() | {
         runtime.QUIET: "1",
         runtime.RESUME: str(resume),
-        "IPYTHONDIR": str(directory / "ipython"),  # not the user's, be it there or writable or not
+        "IPYTHONDIR": str(
+            directory / "ipython"
+        ),  # not the user's, be it there or writable or not
     }
     options = [
         "--HistoryManager.hist_file=:memory:",
@@ -491,7 +511,11 @@ def kernel(folder: Path, directory: Path, resume: Path) -> Iterator[Kernel]:
     ]
     with manager.written.open("wb") as log:
         run_sync(manager.start_kernel)(
-            extra_arguments=options, env=environment, cwd=str(folder), stdout=log, stderr=log
+            extra_arguments=options,
+            env=environment,
+            cwd=str(folder),
+            stdout=log,
+            stderr=log,
         )
     stop = threading.Event()
     watcher = threading.Thread(target=manager.watch, args=(stop,), daemon=True)

@@ -52,8 +52,11 @@ setInterval(async () => {{
 </script>
 </body>"""
 THREADS = 16  # requests that are answered at a time; the others wait
-PATIENCE = 10  # seconds in which a browser must have sent its request, or taken the answer
-TYPES = mimetypes.MimeTypes()  # without the system's own, which differ from one to another
+PATIENCE = (
+    10  # seconds in which a browser must have sent its request, or taken the answer
+)
+# Without the system's own, which differ from one to another.
+TYPES = mimetypes.MimeTypes()
 
 
 def serve(folder: Path, port: int) -> None:
@@ -64,11 +67,16 @@ def serve(folder: Path, port: int) -> None:
     try:
         site = Site(place, port)
     except OSError as error:
-        refuse("E-PORT", f"port {port}: {error.strerror}; give another: make serve PORT=8001")
+        refuse(
+            "E-PORT",
+            f"port {port}: {error.strerror}; give another: make serve PORT=8001",
+        )
     with site:
         address = f"http://127.0.0.1:{site.server_port}"
         print(f"serve: the book is at {address} (Ctrl-C stops)", flush=True)
-        threading.Thread(target=watch, args=(folder, threading.Event()), daemon=True).start()
+        threading.Thread(
+            target=watch, args=(folder, threading.Event()), daemon=True
+        ).start()
         site.serve_forever()
 
 
@@ -124,7 +132,11 @@ def concerned(changed: Sequence[str], folder: Path) -> set[str]:
     for path in changed:
         part, _, name = path.partition("/")
         if part == "notebooks":
-            names |= {one for one, source in known.items() if name.startswith(f"{source.stem}.")}
+            names |= {
+                one
+                for one, source in known.items()
+                if name.startswith(f"{source.stem}.")
+            }
         if part == "results":
             names |= {one for one in known if one.endswith("_findings")}
     return names
@@ -134,7 +146,9 @@ class Site(ThreadingHTTPServer):
     """Answers requests for the files of one folder, each in a thread, so many at a time."""
 
     daemon_threads = True
-    request_queue_size = 128  # that wait in the system's queue; others are asked to come again
+    request_queue_size = (
+        128  # that wait in the system's queue; others are asked to come again
+    )
 
     def __init__(self, book: Path, port: int) -> None:
         self.book = book
@@ -146,7 +160,9 @@ class Site(ThreadingHTTPServer):
         self.places.acquire()
         super().process_request(request, client_address)
 
-    def shutdown_request(self, request: socket.socket | tuple[bytes, socket.socket]) -> None:
+    def shutdown_request(
+        self, request: socket.socket | tuple[bytes, socket.socket]
+    ) -> None:
         """Close the connection, which every request ends with, and give its place free."""
         super().shutdown_request(request)
         self.places.release()
@@ -209,7 +225,10 @@ def content_of(place: Path, name: str) -> bytes | None:
             if not path.is_relative_to(os.path.realpath(book)) or not path.is_file():
                 return None
             return path.read_bytes()
-        except (OSError, ValueError):  # none there, too long a name, one that no file can have
+        except (
+            OSError,
+            ValueError,
+        ):  # none there, too long a name, one that no file can have
             continue
     return None
 

@@ -51,7 +51,8 @@ class Witness:
     parameters: Mapping[str, Scalar]  # as `begin` checked them
     names: Mapping[str, Any]  # the notebook's variables, as they are now
     cells: Sequence[str]  # the source of each cell that has run, from In[1] on
-    changed: dict[str, object] = field(default_factory=dict)  # parameters that a cell set anew
+    # Parameters that a cell set anew.
+    changed: dict[str, object] = field(default_factory=dict)
     noted: int = 1  # of the next cell to note
 
     def look(self) -> None:
@@ -142,7 +143,9 @@ class Run:
         line = Curve(name, unit, tuple(map(float, positions)), heights)
         _leave(f"curve/{name}", {CURVE: results.plain(line)})
 
-    def curves(self, name: str, lines: Mapping[Any, Iterable[float]], unit: str) -> None:
+    def curves(
+        self, name: str, lines: Mapping[Any, Iterable[float]], unit: str
+    ) -> None:
         """Keep several lines, each by the name and its key."""
         for key, y in lines.items():
             self.curve(f"{name}/{key}", y, unit)
@@ -154,7 +157,9 @@ class Run:
             for domain, rows in table.groupby("domain"):
                 self._score(name, f"/{domain}", rows, rows.domain_score)
 
-    def _score(self, name: str, place: str, rows: pd.DataFrame, items: pd.Series) -> None:
+    def _score(
+        self, name: str, place: str, rows: pd.DataFrame, items: pd.Series
+    ) -> None:
         """Record the accuracy of some rows, and their nats where some were measured."""
         self.record(f"{name}/accuracy{place}", items.mean(), "share", items)
         nats = rows.nll.dropna()
@@ -340,7 +345,9 @@ def injected(source: str, where: str) -> dict[str, object]:
     values: dict[str, object] = {}
     for statement in parameters.statements(source, f"{where}, injected cell"):
         match statement:
-            case ast.Assign(targets=[ast.Name(id=name)]) if name.startswith("PAPERMILL_"):
+            case ast.Assign(targets=[ast.Name(id=name)]) if name.startswith(
+                "PAPERMILL_"
+            ):
                 continue
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 values[name] = parameters.literal(value, f"{where}: injected {name}")

@@ -48,7 +48,9 @@ class Notebook:
     @property
     def defaults(self) -> dict[str, Scalar]:
         """Its parameters' defaults."""
-        return {parameter.name: parameter.default for parameter in self.parameters.values()}
+        return {
+            parameter.name: parameter.default for parameter in self.parameters.values()
+        }
 
     @property
     def protocols(self) -> list[str]:
@@ -119,7 +121,10 @@ class Notebook:
         for key in sorted(then.keys() & now.keys()):
             if then[key] != now[key]:
                 pair = f"{key} = {now[key]!r}, its runs were made with {then[key]!r}"
-                refuse("E-POOL", f"protocol {pool.protocol} says {pair}; give it another name")
+                refuse(
+                    "E-POOL",
+                    f"protocol {pool.protocol} says {pair}; give it another name",
+                )
 
 
 def _tiers(protocol: str) -> tuple[str, ...]:
@@ -170,7 +175,9 @@ def deciders(folder: Path) -> dict[str, set[str]]:
                 refuse_unknown(claim, known, "E-CONFIG", f"{where} decides '{claim}':")
                 owner = known[claim].run
                 if owner != name:
-                    refuse("E-CONFIG", f"{where} decides {claim}, which {owner} measures")
+                    refuse(
+                        "E-CONFIG", f"{where} decides {claim}, which {owner} measures"
+                    )
                 other = files.setdefault((claim, scale), where)
                 if other != where:
                     both = f"{where} and {other} both decide {claim} at {scale}"
@@ -192,7 +199,9 @@ def read(path: Path) -> Notebook:
     """Read one notebook's title and the cell tagged ``parameters``; nothing of it is executed."""
     where = f"notebooks/{path.name}"
     cells = results.read_ipynb(path)["cells"]
-    tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
+    tagged = [
+        cell for cell in cells if "parameters" in cell["metadata"].get("tags", [])
+    ]
     if len(tagged) != 1:
         expected = "expected one cell tagged 'parameters'"
         refuse("E-NOTEBOOK", f"{where}: {expected}, found {len(tagged)}")
@@ -263,8 +272,11 @@ def cost(run: Run) -> str:
         spent = run.manifest["seconds"]
         memory = run.manifest["peak_memory"]
         machine = run.manifest["environment"]
-        hardware = machine["accelerator"] or f"{machine['cpu']}, {machine['cores']} cores"
-        seeds = run.manifest.get("parameters", {}).get("seeds", 1)  # once one run had several
+        hardware = (
+            machine["accelerator"] or f"{machine['cpu']}, {machine['cores']} cores"
+        )
+        # Once one run had several.
+        seeds = run.manifest.get("parameters", {}).get("seeds", 1)
         share = f" for {seeds} seeds" if seeds > 1 else ""
         return f"{duration(spent)}{share}, {size(memory)} on {hardware}"
     except (AttributeError, KeyError, TypeError, ValueError) as error:

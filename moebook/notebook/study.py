@@ -34,10 +34,23 @@ from moebook.notebook.sources import Notebook
 from moebook.results import Run, store
 from moebook.results.store import CLASS, COMMITTED, Pool
 
-CODE = ("moebook", "notebooks", "results/banks", "_config.yml", "requirements.lock")  # is frozen
+CODE = (
+    "moebook",
+    "notebooks",
+    "results/banks",
+    "_config.yml",
+    "requirements.lock",
+)  # is frozen
 CHILD = "from moebook.notebook import study; study.child()"
 MOST_SEEDS = 1000  # in one call
-PLANNED = ("pesc", "router_init", "rocket", "esft", "rivals", "together")  # `plans` know their arms
+PLANNED = (
+    "pesc",
+    "router_init",
+    "rocket",
+    "esft",
+    "rivals",
+    "together",
+)  # `plans` know their arms
 LOOK = 5.0  # seconds without a run that ended, after which the cluster's nodes are looked at
 
 
@@ -94,7 +107,9 @@ def child() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     job = Job(**json.loads(sys.argv[-1]))
     try:
-        outcome = run_notebook(job.notebook, job.protocol, job.overrides, folder=Path.cwd())
+        outcome = run_notebook(
+            job.notebook, job.protocol, job.overrides, folder=Path.cwd()
+        )
     except Exception as error:
         print(told(error), file=sys.stderr)
         sys.exit(2)
@@ -174,7 +189,9 @@ def study(
 def _check(notebook: Notebook, protocol: str, todo: Sequence[Job], engine: str) -> None:
     """Refuse at once, before a commit is frozen, what every run would be refused for."""
     for job in todo:
-        parameters.check(notebook.parameters, job.overrides, f"{notebook.name} at {protocol}")
+        parameters.check(
+            notebook.parameters, job.overrides, f"{notebook.name} at {protocol}"
+        )
     settings = notebook.defaults | notebook.settings(protocol)
     if engine == "local":  # a cluster's nodes may have other devices
         check_device(settings)
@@ -202,7 +219,9 @@ def _lacking(seed: int, arms: str | None, pool: Pool | None) -> dict[str, Any]:
     return {"seed": seed, "arms": ",".join(missing)} if missing else {}
 
 
-def _run_all(todo: Sequence[Job], engine: str, jobs: int | None, gpus: float, folder: Path) -> int:
+def _run_all(
+    todo: Sequence[Job], engine: str, jobs: int | None, gpus: float, folder: Path
+) -> int:
     """Execute jobs, add each run to its pool, a progress line each; return how many failed."""
     copy = freeze(folder)
     failed = 0
@@ -245,7 +264,9 @@ def _on_ray(todo: Sequence[Job], copy: Path, gpus: float) -> Ended:
             for each in done:
                 job = waiting.pop(each)
                 try:
-                    path = copy / "runs" / "cluster" / f"{job.overrides['seed']}.parquet"
+                    path = (
+                        copy / "runs" / "cluster" / f"{job.overrides['seed']}.parquet"
+                    )
                     results.write(path, ray.get(each))
                     yield job, path
                 except Refusal as refusal:
@@ -276,7 +297,10 @@ def _take_in(outcome: Outcome, copy: Path, folder: Path) -> tuple[str, bool]:
         message = str(told(error)).replace("runs/failed", failed)
         return f"failed: {message}", False
     spent = run.manifest["seconds"]
-    return f"{spent:.0f} s, {len(run.values)} values in {path.relative_to(folder)}", True
+    return (
+        f"{spent:.0f} s, {len(run.values)} values in {path.relative_to(folder)}",
+        True,
+    )
 
 
 def add(run: Run, folder: Path) -> Path:
@@ -313,7 +337,9 @@ def add_notebook(path: Path, folder: Path) -> tuple[Run, Path]:
     designs: dict[str, dict[str, Any]] = {}
     for protocol in notebook.protocols:
         designs[protocol] = notebook.design(protocol)
-    fitting = [protocol for protocol, design in designs.items() if design == run.settings]
+    fitting = [
+        protocol for protocol, design in designs.items() if design == run.settings
+    ]
     if not fitting or run.tier not in COMMITTED:
         protocol, difference = _nearest_design(run, designs)
         odd = f"is of no protocol; beside '{protocol}' {difference}"
@@ -322,7 +348,9 @@ def add_notebook(path: Path, folder: Path) -> tuple[Run, Path]:
     return run, add(run, folder)
 
 
-def _nearest_design(run: Run, designs: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+def _nearest_design(
+    run: Run, designs: Mapping[str, Mapping[str, Any]]
+) -> tuple[str, str]:
     """Return the first protocol of a run's tier, or ``cpu``, and what first differs from it."""
     of_tier = [name for name, design in designs.items() if design["tier"] == run.tier]
     protocol = of_tier[0] if of_tier else "cpu"
@@ -349,7 +377,9 @@ def freeze(folder: Path) -> Path:
             shutil.rmtree(stage)
         if place.is_dir():
             return place
-        with tempfile.TemporaryDirectory(prefix=".stage-", dir=place.parent) as temporary:
+        with tempfile.TemporaryDirectory(
+            prefix=".stage-", dir=place.parent
+        ) as temporary:
             code = Path(temporary) / "code"
             with placed(place):
                 _export(folder, commit["id"], code)
@@ -362,13 +392,17 @@ def _export(folder: Path, commit: str, code: Path) -> None:
     """Write a commit's files, as git gives them, into a new folder."""
     names = [name for name in CODE if (folder / name).exists()]
     command = ["git", "-C", str(folder), "archive", commit, "--", *names]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as git:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as git:
         assert git.stdout and git.stderr  # for mypy: they are pipes
         damage = ""
         try:
             with tarfile.open(fileobj=git.stdout, mode="r|") as archive:
                 archive.extractall(code, filter="data")
-        except tarfile.TarError as error:  # also where git ended early, and says why itself
+        except (
+            tarfile.TarError
+        ) as error:  # also where git ended early, and says why itself
             damage = str(error)
         git.stdout.close()
         complaint = git.stderr.read().decode(errors="replace").strip()

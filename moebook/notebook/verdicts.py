@@ -46,7 +46,8 @@ class Measurement:
 
     claim: Claim
     pool: Pool = field(repr=False)
-    effects: np.ndarray = field(repr=False)  # value minus reference, see `Pool.effects`: [S, I]
+    # Value minus reference, see `Pool.effects`: [S, I].
+    effects: np.ndarray = field(repr=False)
 
     @property
     def seeds(self) -> int:
@@ -119,7 +120,9 @@ class Measurement:
         low, high = self.ends
         if not low <= claimed <= high:
             return "excludes the paper's size"
-        return "too small to see here" if abs(claimed) < self.smallest else "inconclusive"
+        return (
+            "too small to see here" if abs(claimed) < self.smallest else "inconclusive"
+        )
 
     @cached_property
     def parts(self) -> dict[str, np.ndarray]:
@@ -171,12 +174,18 @@ def measure(claim: Claim, pool: Pool) -> Measurement | None:
     No evidence are runs at another tier, or under other parameters, arms never run together, arms
     of other sizes than the claim's, and arms that differ on no test item: neither can do the task.
     """
-    if pool.tier not in claim.scales or not claim.under.items() <= pool.runs[0].settings.items():
+    if (
+        pool.tier not in claim.scales
+        or not claim.under.items() <= pool.runs[0].settings.items()
+    ):
         return None
     for name in claim.values:
         for value in pool.values(name).values():
             if value.unit != claim.unit:
-                refuse("E-VERDICT", f"{name} is recorded in {value.unit}; {claim.id}: {claim.unit}")
+                refuse(
+                    "E-VERDICT",
+                    f"{name} is recorded in {value.unit}; {claim.id}: {claim.unit}",
+                )
     if claim.times and not _sized(claim, pool):
         return None
     effects = pool.effects(claim.value, claim.reference)
@@ -211,7 +220,9 @@ class Verdict:
     scale: str
     deciding: Measurement | None
     exploratory: tuple[Measurement, ...] = ()
-    survives: bool = False  # Benjamini and Hochberg's correction over all, with `MARKED` seeds
+    survives: bool = (
+        False  # Benjamini and Hochberg's correction over all, with `MARKED` seeds
+    )
 
     @property
     def shown(self) -> Measurement:
@@ -252,7 +263,9 @@ class Verdict:
         None where there is one pool alone. Test items count where all pools asked the same number.
         """
         every = [self.deciding, *self.exploratory]
-        several = [one for one in every if one and one.pool.tier in COMMITTED and not one.exact]
+        several = [
+            one for one in every if one and one.pool.tier in COMMITTED and not one.exact
+        ]
         if len(several) < 2:
             return None
         effects = [one.effects for one in several]
@@ -315,17 +328,23 @@ def row(claim: Claim, pools: Iterable[Pool], deciders: Collection[str] = ()) -> 
     for scale, every in sorted(scales.items(), key=lambda pair: store.size(pair[0])):
         deciding = [one for one in every if one.pool.protocol in deciders]
         if not deciding and all(one.exact for one in every):
-            deciding = [max(every, key=lambda one: str(one.pool.last.manifest.get("date", "")))]
+            deciding = [
+                max(every, key=lambda one: str(one.pool.last.manifest.get("date", "")))
+            ]
         if len(deciding) > 1:
             names = " and ".join(one.pool.protocol for one in deciding)
-            refuse("E-CONFIG", f"{claim.id}: {names} both decide it at {scale}; one may")
+            refuse(
+                "E-CONFIG", f"{claim.id}: {names} both decide it at {scale}; one may"
+            )
         first = deciding[0] if deciding else None
         others = tuple(one for one in every if one is not first)
         found.append(Verdict(claim, scale, first, others))
     return Row(claim, tuple(found))
 
 
-def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool = True) -> list[Row]:
+def ledger(
+    folder: Path | None = None, paper: str | None = None, *, live: bool = True
+) -> list[Row]:
     """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too.
 
     A claim that says something else than when a run that decides it began is refused (E-CLAIM).
@@ -334,7 +353,9 @@ def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool =
     names = {claim.run for claim in claims}
     pools = {name: store.pools(name, folder, shown=live) for name in names}
     deciders = sources.deciders(folder or results.root())
-    rows = [row(one, pools[one.run].values(), deciders.get(one.id, ())) for one in claims]
+    rows = [
+        row(one, pools[one.run].values(), deciders.get(one.id, ())) for one in claims
+    ]
     for one in rows:
         for verdict in one.decided:
             _frozen(verdict)
@@ -371,7 +392,9 @@ def _frozen(verdict: Verdict) -> None:
 
 def repeated(pool: Pool, other: Collection[int]) -> list[tuple[Verdict, Verdict]]:
     """Judge each sampled claim twice: by a pool without its ``other`` seeds, and by these alone."""
-    before = replace(pool, runs=tuple(run for run in pool.runs if run.seed not in other))
+    before = replace(
+        pool, runs=tuple(run for run in pool.runs if run.seed not in other)
+    )
     after = replace(pool, runs=tuple(run for run in pool.runs if run.seed in other))
     if not before.runs or not after.runs:
         return []
@@ -381,7 +404,9 @@ def repeated(pool: Pool, other: Collection[int]) -> list[tuple[Verdict, Verdict]
             continue
         one, two = measure(claim, before), measure(claim, after)
         if one and two and one.enough and two.enough:
-            pairs.append((Verdict(claim, pool.scale, one), Verdict(claim, pool.scale, two)))
+            pairs.append(
+                (Verdict(claim, pool.scale, one), Verdict(claim, pool.scale, two))
+            )
     return pairs
 
 
@@ -396,11 +421,11 @@ class Decision(NamedTuple):
 class Chance:
     """What chance alone would do to the verdicts of a ledger."""
 
-    tested: tuple[
-        Decision, ...
-    ]  # claims of a direction that seeds of pools that decide have tested
+    # Claims of a direction that seeds of pools that decide have tested.
+    tested: tuple[Decision, ...]
     decided: tuple[Decision, ...]  # those with a verdict (holds or fails)
-    hochberg: tuple[Decision, ...]  # survive Benjamini and Hochberg's: 5 % of them false on average
+    # Survive Benjamini and Hochberg's: 5 % of them false on average.
+    hochberg: tuple[Decision, ...]
 
 
 def chance(rows: Sequence[Row]) -> Chance:
@@ -415,7 +440,9 @@ def chance(rows: Sequence[Row]) -> Chance:
     return Chance(
         tested=tuple(p),
         decided=tuple(test for test in p if p[test] < 1 - CONFIDENCE),
-        hochberg=tuple(t for t, q in zip(p, adjusted, strict=True) if q <= 1 - CONFIDENCE),
+        hochberg=tuple(
+            t for t, q in zip(p, adjusted, strict=True) if q <= 1 - CONFIDENCE
+        ),
     )
 
 
@@ -450,4 +477,6 @@ def quantity(number: float, unit: str, *, compared: bool) -> str:
         return f"{number:+.1f} points"
     if unit == "count":
         return f"{number:{sign},.0f}"
-    return f"{number:{sign}.3g}" + f" {unit}" * (unit not in ("ratio", "number", "correlation"))
+    return f"{number:{sign}.3g}" + f" {unit}" * (
+        unit not in ("ratio", "number", "correlation")
+    )

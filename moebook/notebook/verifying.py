@@ -73,14 +73,20 @@ def _finding(path: Path, faults: list[str], folder: Path) -> Finding:
             since = results.since(run, folder)
             return Finding(place, failures, f"values and page agree; {since}")
         if path.parent.name == "banks":
-            from moebook.models import checkpoint  # with torch, which nothing else here needs
+            from moebook.models import (
+                checkpoint,
+            )  # with torch, which nothing else here needs
 
             seals = [checkpoint.verify(lora) for lora in own(path)]
-            return Finding(place, tuple(faults), f"the seals of {len(seals)} LoRAs agree")
+            return Finding(
+                place, tuple(faults), f"the seals of {len(seals)} LoRAs agree"
+            )
         if path.parents[1].name == WITHDRAWN:
             runs = [results.read_run(file) for file in own(path, "*.parquet")]
             seeds = ", ".join(str(run.seed) for run in runs)
-            return Finding(place, tuple(faults), f"seeds {seeds}, withdrawn, are as they were")
+            return Finding(
+                place, tuple(faults), f"seeds {seeds}, withdrawn, are as they were"
+            )
         pool = store.pool(path.parent.name, path.name, folder)
         if pool is None:
             return Finding(place, (*faults, "it holds no run"))

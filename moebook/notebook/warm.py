@@ -40,7 +40,9 @@ INLINE = "module://matplotlib_inline.backend_inline"  # what a kernel draws with
 
 @contextmanager
 def warm(
-    directory: Path, environment: Mapping[str, str], libraries: Sequence[str] = LIBRARIES
+    directory: Path,
+    environment: Mapping[str, str],
+    libraries: Sequence[str] = LIBRARIES,
 ) -> Iterator[str | None]:
     """Import libraries for the length of the block; yield the socket at which one asks for forks.
 
@@ -50,7 +52,10 @@ def warm(
     if sys.platform != "linux" or any(Path(gpu).exists() for gpu in GPUS):
         yield None
         return
-    with _listening(directory / "warm") as listening, children.lifeline() as (waiting, end):
+    with (
+        _listening(directory / "warm") as listening,
+        children.lifeline() as (waiting, end),
+    ):
         process = subprocess.Popen(
             [sys.executable, forks.__file__, str(listening.fileno()), *libraries],
             env={**environment, "MPLBACKEND": INLINE},
@@ -70,14 +75,21 @@ def warm(
 
 @contextmanager
 def prepared(
-    place: str, directory: Path, environment: Mapping[str, str], folder: Path, function: str
+    place: str,
+    directory: Path,
+    environment: Mapping[str, str],
+    folder: Path,
+    function: str,
 ) -> Iterator[str]:
     """Let a fork call a project's function, ``module:name``, and yield where it forks in turn.
 
     What all of those would do is so done once. They have its modules.
     """
     environment = {**environment, "PYTHONPATH": children.path(folder)}
-    with _listening(directory / "prepared") as listening, open(os.devnull, "r+b") as nothing:
+    with (
+        _listening(directory / "prepared") as listening,
+        open(os.devnull, "r+b") as nothing,
+    ):
         files = [listening.fileno(), nothing.fileno(), nothing.fileno()]
         command = ["-m", forks.__name__, str(INPUT), function]
         forker = Fork(place, command, env=environment, cwd=folder, files=files)
@@ -107,8 +119,14 @@ class Provisioner(LocalProvisioner):
         place = environment.pop(PLACE)
         command = cmd[cmd.index("-m") :]
         with open(os.devnull, "rb") as nothing:
-            files = [nothing.fileno(), options["stdout"].fileno(), options["stderr"].fileno()]
-            self.forked = Fork(place, command, env=environment, cwd=options["cwd"], files=files)
+            files = [
+                nothing.fileno(),
+                options["stdout"].fileno(),
+                options["stderr"].fileno(),
+            ]
+            self.forked = Fork(
+                place, command, env=environment, cwd=options["cwd"], files=files
+            )
         self.process = self.forked  # type: ignore[assignment]  # declared to be a Popen
         self.pid = self.pgid = self.forked.pid
         self.cwd = options["cwd"]

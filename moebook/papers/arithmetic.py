@@ -282,7 +282,9 @@ def _copied(paper: Paper) -> Iterator[Finding]:
 Key = tuple[str, str]  # a row's name, and its keys
 
 
-def _shared_cells(cells: dict[str, Cell], twins: dict[str, Cell]) -> list[tuple[Cell, Cell]]:
+def _shared_cells(
+    cells: dict[str, Cell], twins: dict[str, Cell]
+) -> list[tuple[Cell, Cell]]:
     """The cells of two rows that stand in one column and say nothing else of it."""
     shared = []
     for column, cell in cells.items():

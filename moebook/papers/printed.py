@@ -121,9 +121,13 @@ def wide(paper: str, n: int | str) -> pd.DataFrame:
     return form.reindex(index=order, columns=frame["column"].unique())
 
 
-def hyperparameters(paper: str, settings: str | None = None) -> dict[str, dict[str, Any]]:
+def hyperparameters(
+    paper: str, settings: str | None = None
+) -> dict[str, dict[str, Any]]:
     """A paper's settings, ``{"paper": {"lr": {"value": ...}}}``, or a group."""
-    groups: dict[str, dict[str, Any]] = read_yaml(folder(paper) / "hyperparameters.yaml")
+    groups: dict[str, dict[str, Any]] = read_yaml(
+        folder(paper) / "hyperparameters.yaml"
+    )
     if settings is None:
         return groups
     refuse_unknown(settings, groups, "E-NAME", f"{paper} has no settings '{settings}';")
@@ -170,7 +174,9 @@ def _frame(path: Path) -> pd.DataFrame:
     return frame
 
 
-def _cell(path: Path, line: int, names: list[str], fields: list[str], unit: str) -> dict[str, Any]:
+def _cell(
+    path: Path, line: int, names: list[str], fields: list[str], unit: str
+) -> dict[str, Any]:
     """Read a line; the table's unit stands in for one of its own."""
     if len(fields) != len(names):
         _malformed(path, line, f"{len(names)} fields, found {len(fields)}")
@@ -209,24 +215,34 @@ class Claim:
     claimed: int | float | None  # effect that the paper prints
     unit: str
     printed: Text  # as the paper has it
-    tolerance: int | float | None  # of a reproduction; for `equal` at smaller scales too
+    # Of a reproduction; for `equal` at smaller scales too.
+    tolerance: int | float | None
     why: Text  # this tolerance
-    scales: Annotated[tuple[Scale, ...], Field(min_length=1)]  # at which it may be recorded
+    # At which it may be recorded.
+    scales: Annotated[tuple[Scale, ...], Field(min_length=1)]
     notebook: Annotated[str, Field(pattern=r"^\d\d_[a-z0-9_]+$")]  # such as 01_pesc
     value: Text
     function: Text  # dotted path of the code that implements what is claimed
-    arms: str | None = None  # that trained, as ``a/b``, where the values' names do not tell
+    arms: str | None = (
+        None  # that trained, as ``a/b``, where the values' names do not tell
+    )
     under: dict[str, str | int | float] = Field(default_factory=dict)
     # parameters that its runs must have
     exact: bool = False  # computed, not sampled: needs no seeds and has no interval
-    untestable: Text | None = None  # why our runs below the paper's scale cannot decide it
-    sizes: tuple[Text, ...] = ()  # recorded values that stand beside it: how much each arm trained
+    untestable: Text | None = (
+        None  # why our runs below the paper's scale cannot decide it
+    )
+    sizes: tuple[
+        Text, ...
+    ] = ()  # recorded values that stand beside it: how much each arm trained
     times: tuple[float, float] | None = None
     # limits of the first of these sizes over the second: other runs are no evidence
     trivial: Text | int | float | None = None
     # a recorded value of an arm for which a bound must fail, in the place of `value`,
     # or a number
-    ended: Text | None = None  # why it decides nothing any more; its words and its verdict stay
+    ended: Text | None = (
+        None  # why it decides nothing any more; its words and its verdict stay
+    )
     instead: tuple[Text, ...] = ()  # ids of the claims that stand in its place
 
     def __post_init__(self) -> None:
@@ -246,7 +262,9 @@ class Claim:
         if self.instead and not self.ended:
             refuse("E-CHOICE", "only a claim that has ended has others in its place")
         if self.times and len(self.sizes) != 2:
-            refuse("E-CHOICE", "times are limits of one size over another; give two sizes")
+            refuse(
+                "E-CHOICE", "times are limits of one size over another; give two sizes"
+            )
 
     @property
     def bounded(self) -> bool:

@@ -245,7 +245,9 @@ def _stated(paper: Paper) -> Iterator[Check]:
         for selection in entry["of"]:
             cells += _select(paper, place, selection)
         if kind == "count":  # rows, each once
-            cells = list({(cell.row, *cell.keys.values()): cell for cell in cells}.values())
+            cells = list(
+                {(cell.row, *cell.keys.values()): cell for cell in cells}.values()
+            )
         needed = ARITY.get(kind, len(cells))
         if needed != len(cells):
             counts = f"{kind} needs {needed} cells, selected {len(cells)}"

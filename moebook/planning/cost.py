@@ -115,7 +115,8 @@ class Plan:
     trained: int
     way: Way  # as it is asked for
     need: Need
-    layouts: dict[str, Need]  # of other ways, its micro-batches alike, whether they fit or not
+    # Of other ways, its micro-batches alike, whether they fit or not.
+    layouts: dict[str, Need]
     fits: bool
     change: str  # the smallest that makes it fit: "" where it does, "nothing" where none does
     chosen: Way  # with that change; time and cost are its
@@ -130,8 +131,12 @@ class Plan:
 class Assumed:
     """What no configuration tells."""
 
-    efficiency: Annotated[float, Field(gt=0, le=1)] = EFFICIENCY  # share of the roofline's rate
-    price: Positive | None = None  # dollars an hour for one GPU, by default that of `GPUS`
+    efficiency: Annotated[float, Field(gt=0, le=1)] = (
+        EFFICIENCY  # share of the roofline's rate
+    )
+    price: Positive | None = (
+        None  # dollars an hour for one GPU, by default that of `GPUS`
+    )
     tokens: Count | None = None  # the mean of a row, by default its most
 
 
@@ -182,8 +187,11 @@ def _fitting(training: Training, on: Machine, start: Way) -> Way | None:
 def layouts(way: Way) -> dict[str, Way]:
     """Name the ways that are shown beside one another, with and without checkpointing."""
     sharded = replace(way, engine="FSDP2", count=max(2, way.count), quantised=False)
-    plain = {"DDP": replace(way, quantised=False), "QLoRA": replace(way, quantised=True),
-             "FSDP2": sharded}  # fmt: skip
+    plain = {
+        "DDP": replace(way, quantised=False),
+        "QLoRA": replace(way, quantised=True),
+        "FSDP2": sharded,
+    }
     return {
         name + ", checkpointing" * kept: replace(one, checkpointing=kept)
         for name, one in plain.items()
@@ -222,7 +230,10 @@ def sized(training: Training, way: Way) -> Size:
 def needed(training: Training, way: Way) -> Need:
     """Count the bytes that a way needs on each device."""
     found = sized(training, way)
-    moments = MOMENTS.get(training.optimizer, 2 * found.gradients / found.trained) * found.trained
+    moments = (
+        MOMENTS.get(training.optimizer, 2 * found.gradients / found.trained)
+        * found.trained
+    )
     share = 1 / way.count if way.engine == "FSDP2" else 1.0
     buckets = found.gradients if way.count > 1 else 0.0
     return Need(

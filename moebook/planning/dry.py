@@ -21,7 +21,10 @@ from moebook.training import recompute, widen
 
 NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 """Bytes a weight in 4 bits: a scale of 8 bits for 64 of them, and one of 32 bits for 256 scales."""
-MOMENTS = {"paged_32bit": 8, "paged_8bit": 2}  # bytes a trained parameter; AdamW's are in its dtype
+MOMENTS = {
+    "paged_32bit": 8,
+    "paged_8bit": 2,
+}  # bytes a trained parameter; AdamW's are in its dtype
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,15 @@ class Training:
     batch: int = field(compare=False)  # rows a step, of all devices together
     steps: int = field(compare=False)
     name: str = field(default="", compare=False)
-    dtype: torch.dtype = torch.float32  # of the host; what trains is float32 or wider, as in `fit`
+    # Of the host; what trains is float32 or wider, as in `fit`.
+    dtype: torch.dtype = torch.float32
     autocast: bool = False  # computed in bfloat16, whatever the weights are in
     accumulate: int = field(default=1, compare=False)
     turns: int = field(default=1, compare=False)  # how often: tasks, tries of a rate
     optimizer: str = field(default="adamw", compare=False)
     checkpointing: bool = field(default=False, compare=False)
-    beside: float = field(default=0.0, compare=False)  # bytes that the notebook holds beside it
+    # Bytes that the notebook holds beside it.
+    beside: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -79,16 +84,25 @@ class Size:
     def deeper(self, other: Size, times: int) -> Size:
         """Add so many times what ``other``, one layer deeper, has more than this."""
         kinds = self.ops | other.ops
-        more = {op: self.ops[op] + times * (other.ops[op] - self.ops[op]) for op in kinds}
-        whole: dict[str, Any] = {"ops": Counter(more), "block": max(self.block, other.block),
-                 "linear": max(self.linear, other.linear)}  # fmt: skip
+        more = {
+            op: self.ops[op] + times * (other.ops[op] - self.ops[op]) for op in kinds
+        }
+        whole: dict[str, Any] = {
+            "ops": Counter(more),
+            "block": max(self.block, other.block),
+            "linear": max(self.linear, other.linear),
+        }
         one, two = vars(self), vars(other)
         sums = {n: one[n] + times * (two[n] - one[n]) for n in one if n not in whole}
         return Size(**whole, **sums)
 
 
 def dry_run(
-    training: Training, *, layers: int | None = None, rows: int = 1, checkpointing: bool = False
+    training: Training,
+    *,
+    layers: int | None = None,
+    rows: int = 1,
+    checkpointing: bool = False,
 ) -> Size:
     """Run forward and backward pass on meta, as one part of an accumulated step: gradients exist.
 
@@ -97,7 +111,8 @@ def dry_run(
     model = skeleton(configuration(training.host), training.dtype, layers=layers)
     register_experts()
     model.set_experts_implementation(NAME)
-    blocks = [layer.block for layer in anatomy(model).layers]  # which methods change in place
+    # Which methods change in place.
+    blocks = [layer.block for layer in anatomy(model).layers]
     model = training.method.make(model).train()
     widen(model)
     if training.autocast:
@@ -135,7 +150,10 @@ def _without_values(host: str) -> Iterator[None]:
         raise
     except Exception as error:
         problem = f"{type(error).__name__}: {error!s:.300}"
-        refuse("E-MODEL", f"{host}: its layers cannot run without values ({problem}): no plan")
+        refuse(
+            "E-MODEL",
+            f"{host}: its layers cannot run without values ({problem}): no plan",
+        )
 
 
 def _linears(block: nn.Module) -> list[Tensor]:
@@ -155,7 +173,9 @@ def size(training: Training, rows: int, checkpointing: bool) -> Size:
     how: dict[str, Any] = {"rows": rows, "checkpointing": checkpointing}
     if every <= first + 1:
         return dry_run(training, **how)
-    one, two = (dry_run(training, layers=layers, **how) for layers in (first, first + 1))
+    one, two = (
+        dry_run(training, layers=layers, **how) for layers in (first, first + 1)
+    )
     return one.deeper(two, every - first)
 
 
@@ -166,7 +186,10 @@ def _depths(host: str) -> tuple[int, int]:
     From there on all have parameters of the same names and shapes.
     """
     blocks = [layer.block for layer in anatomy(skeleton(configuration(host))).layers]
-    shapes = [{name: part.shape for name, part in block.named_parameters()} for block in blocks]
+    shapes = [
+        {name: part.shape for name, part in block.named_parameters()}
+        for block in blocks
+    ]
     first = len(shapes)
     while first > 1 and shapes[first - 2] == shapes[-1]:
         first -= 1

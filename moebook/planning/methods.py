@@ -28,7 +28,9 @@ class Method:
 
     settings: Hashable
     make: Callable[[nn.Module], nn.Module] = field(compare=False, repr=False)
-    quantised: bool = False  # it keeps its frozen linear layers in 4 bits; on meta they are not
+    quantised: bool = (
+        False  # it keeps its frozen linear layers in 4 bits; on meta they are not
+    )
 
 
 def of_arm(arm: Arm, settings: Mapping[str, Any]) -> Method:
@@ -74,8 +76,12 @@ def mixture(config: rocket.Config, rank: int) -> Method:
         origin = rocket.mixture.Origin(
             base="", config=config, experts=names, scales=scales, rank=rank, paths=paths
         )
-        down = {n: torch.zeros(len(names), rank, p.in_features) for n, p in linears.items()}
-        up = {n: torch.zeros(len(names), p.out_features, rank) for n, p in linears.items()}
+        down = {
+            n: torch.zeros(len(names), rank, p.in_features) for n, p in linears.items()
+        }
+        up = {
+            n: torch.zeros(len(names), p.out_features, rank) for n, p in linears.items()
+        }
         return rocket.mixture.install(host, origin, down, up)
 
     return Method(("mixture", config, rank), made)
@@ -107,6 +113,8 @@ def esft_share(score: str) -> float:
     """
     printed = papers.wide("esft", "figure_4")["storage"]
     host = skeleton(configuration("deepseek-ai/DeepSeek-V2-Lite"))
-    routed = sum(p.numel() for layer in sparse_layers(host) for p in layer.experts.parameters())
+    routed = sum(
+        p.numel() for layer in sparse_layers(host) for p in layer.experts.parameters()
+    )
     every = sum(part.numel() for part in host.parameters())
     return float(printed[f"ESFT-{score.title()}"] / printed["FFT"] * every / routed)

@@ -33,7 +33,9 @@ class Tally(TorchDispatchMode):
             self._hold(tensor)
         self.start = self.alive
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run an op and count it."""
         result = func(*args, **(kwargs or {}))
         given, made = (

@@ -145,7 +145,9 @@ def heatmap(
         axes.spines[:].set_visible(False)
         if numbered:
             _number(axes, table, low + 0.6 * (high - low), 6.5 if across > 2 else 8)
-    figure.colorbar(image, ax=figure.axes, label=label, shrink=0.9, pad=0.015, aspect=30)
+    figure.colorbar(
+        image, ax=figure.axes, label=label, shrink=0.9, pad=0.015, aspect=30
+    )
     return figure
 
 
@@ -154,7 +156,9 @@ def _number(axes: Axes, table: npt.NDArray[Any], dark: float, size: float) -> No
     for (row, column), number in np.ndenumerate(table):
         text = re.sub(r"^(-?)0\.", r"\1.", f"{number:.2f}")  # .25 for 0.25
         colour = "white" if number > dark else INK
-        axes.text(column, row, text, ha="center", va="center", fontsize=size, color=colour)
+        axes.text(
+            column, row, text, ha="center", va="center", fontsize=size, color=colour
+        )
 
 
 def loads(shares: Series, *, title: str = "") -> Figure:
@@ -336,7 +340,9 @@ def leads(
         frame = frame.rename(columns={"panel": "line", "line": "panel"})
     panels = dict(list(frame.groupby("panel", sort=False)))
     height = 0.22 * frame.line.nunique() + 0.5
-    figure, cells = grid(list(panels), len(panels), height, "points", "", title, shared=True)
+    figure, cells = grid(
+        list(panels), len(panels), height, "points", "", title, shared=True
+    )
     for axes, effects in zip(cells, panels.values(), strict=True):
         _effects(axes, effects, [""])
     # A small difference should not look large because there is no larger one.

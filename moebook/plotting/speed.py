@@ -42,7 +42,9 @@ def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
     return figure
 
 
-def _column(axes: Axes, groups: list[tuple[str, pd.DataFrame]], handles: dict[str, Artist]) -> None:
+def _column(
+    axes: Axes, groups: list[tuple[str, pd.DataFrame]], handles: dict[str, Artist]
+) -> None:
     """Draw groups of bars, one below the other."""
     labels: list[str] = []  # one a line, from the top
     titles = []  # lines that hold a group's name
@@ -81,7 +83,9 @@ def _column(axes: Axes, groups: list[tuple[str, pd.DataFrame]], handles: dict[st
     axes.margins(x=0.2)
 
 
-def growth(panels: Mapping[str, Series], *, xlabel: str, ylabel: str, title: str = "") -> Figure:
+def growth(
+    panels: Mapping[str, Series], *, xlabel: str, ylabel: str, title: str = ""
+) -> Figure:
     """Draw how cost grows, a panel a sweep, on two log axes: a power law is a line.
 
     ``panels`` is the panel's title to its series, name to points ``[n, 2]``; ``ours``

@@ -1,6 +1,12 @@
 """Results of executed notebooks: values, runs, and what code made them; pools are in `store`."""
 
-from moebook.results.documents import formed, read_ipynb, read_json, read_places, read_yaml
+from moebook.results.documents import (
+    formed,
+    read_ipynb,
+    read_json,
+    read_places,
+    read_yaml,
+)
 from moebook.results.files import (
     checkout,
     commit,
@@ -12,4 +18,14 @@ from moebook.results.files import (
     sweep,
     write,
 )
-from moebook.results.runs import TIERS, UNITS, Curve, Run, Value, plain, read_run, since, write_run
+from moebook.results.runs import (
+    TIERS,
+    UNITS,
+    Curve,
+    Run,
+    Value,
+    plain,
+    read_run,
+    since,
+    write_run,
+)

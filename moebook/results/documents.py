@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Required
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, with_config
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    with_config,
+)
 from typing_extensions import TypedDict
 
 from moebook.errors import Refusal, located, refuse, told
@@ -30,7 +37,8 @@ _ALIKE = re.compile(
     r"|~|null|Null|NULL|true|True|TRUE|false|False|FALSE|[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+"
     r"|[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
-_NUMBER = re.compile(r"0o[0-7]+|[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")  # of 1.2
+# Of 1.2.
+_NUMBER = re.compile(r"0o[0-7]+|[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 
 
 def read_json(path: Path, *, limit: int = LARGEST) -> dict[str, Any]:
@@ -47,7 +55,9 @@ def _content(path: Path, limit: int) -> bytes:
     except OSError as error:
         raise told(error, f"{path} cannot be read") from None
     if len(content) > limit:
-        refuse("E-LIMIT", f"{path} has more than {limit:,} bytes, the most that is read")
+        refuse(
+            "E-LIMIT", f"{path} has more than {limit:,} bytes, the most that is read"
+        )
     return content
 
 
@@ -64,7 +74,10 @@ def json_object(content: bytes, where: object) -> dict[str, Any]:
         for _ in range(DEEPEST):
             level = list(chain.from_iterable(map(_parts, level)))
     except (ValueError, OverflowError, RecursionError) as error:
-        refuse("E-FORMAT", f"{where} is no JSON that can be read ({error!s:.200}); restore it")
+        refuse(
+            "E-FORMAT",
+            f"{where} is no JSON that can be read ({error!s:.200}); restore it",
+        )
     if level or not isinstance(value, dict):
         found = f"more than {DEEPEST} levels" if level else type(value).__name__
         refuse("E-FORMAT", f"{where}: expected a JSON object, found {found}")
@@ -89,7 +102,8 @@ def _parts(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-Text = Annotated[str | list[str], AfterValidator("".join)]  # of lines, as notebooks may have it
+# Of lines, as notebooks may have it.
+Text = Annotated[str | list[str], AfterValidator("".join)]
 _TEXT = TypeAdapter(Text)
 
 
@@ -156,7 +170,10 @@ _NOTEBOOK = TypeAdapter(_Notebook)
 def read_ipynb(path: Path) -> dict[str, Any]:
     """Read a notebook, checked in all that is read of one, with its lines joined (E-NOTEBOOK)."""
     notebook = read_json(path, limit=LARGEST_NOTEBOOK)
-    with located(path.name, "E-NOTEBOOK", "open and save it in Jupyter"), in_one_line([]):
+    with (
+        located(path.name, "E-NOTEBOOK", "open and save it in Jupyter"),
+        in_one_line([]),
+    ):
         return dict(_NOTEBOOK.validate_python(_described(notebook)))
 
 
@@ -225,9 +242,14 @@ def formed(path: Path) -> Iterator[Any]:
         yield read_yaml(path) if path.suffix in (".yaml", ".yml") else None
     except Refusal:
         raise
-    except Exception as error:  # a key, a type, an encoding: whatever a damaged file brings
+    except (
+        Exception
+    ) as error:  # a key, a type, an encoding: whatever a damaged file brings
         reason = f"{type(error).__name__}: {error}"[:200]
-        refuse("E-FORMAT", f"{path} does not hold what is read from it ({reason}); restore it")
+        refuse(
+            "E-FORMAT",
+            f"{path} does not hold what is read from it ({reason}); restore it",
+        )
 
 
 def _at(name: str, mark: yaml.Mark | None) -> str:

@@ -29,7 +29,16 @@ PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "shipped"  # in an installed wheel: notebooks, results and the lock
 CODE = ("moebook", "notebooks", "requirements.lock")
 WRITTEN = ("_build", "book", "results", "runs")  # folders that commands write to
-DATA = (".csv", ".json", ".jsonl", ".mplstyle", ".safetensors", ".sha256", ".txt", ".yaml")
+DATA = (
+    ".csv",
+    ".json",
+    ".jsonl",
+    ".mplstyle",
+    ".safetensors",
+    ".sha256",
+    ".txt",
+    ".yaml",
+)
 KINDS = (*DATA, ".md", ".py")  # of files in the package
 _OWN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _COPY = re.compile(r"-Copy\d*(\.|$)")  # as Jupyter names one
@@ -45,7 +54,9 @@ def root(start: Path | None = None) -> Path:
     link in it through which we would write outside of it is refused.
     """
     begin = (start or Path.cwd()).resolve()
-    above = [path for path in (begin, *begin.parents) if (path / "_config.yml").is_file()]
+    above = [
+        path for path in (begin, *begin.parents) if (path / "_config.yml").is_file()
+    ]
     if not above and not SHIPPED.is_dir():
         fix = "run inside a checkout of moebook"
         refuse("E-PATH", f"no _config.yml in {begin} or above; {fix}")
@@ -71,7 +82,10 @@ def checkout() -> Path:
     """Find the project, which must be a checkout: the command adds to what it holds."""
     folder = root()
     if not (folder / "_config.yml").is_file():
-        refuse("E-PATH", f"{folder} is no checkout of moebook, which this command needs: clone it")
+        refuse(
+            "E-PATH",
+            f"{folder} is no checkout of moebook, which this command needs: clone it",
+        )
     return folder
 
 
@@ -190,7 +204,9 @@ def cells_digest(cells: Iterable[Mapping[str, Any]]) -> str:
 
 def cell_digests(cells: Iterable[Mapping[str, Any]]) -> list[str]:
     """Hash the statements of each code cell, whatever its tags, empty ones too."""
-    return [cell_digest(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return [
+        cell_digest(cell["source"]) for cell in cells if cell["cell_type"] == "code"
+    ]
 
 
 def cell_digest(text: str) -> str:
@@ -342,7 +358,9 @@ def at(known: Mapping[str, Any] | None, path: Path, folder: Path) -> str | None:
     place = f"{known['id']}:{path.relative_to(folder).as_posix()}"
     command = ["git", "-C", str(folder), "show", place]
     try:
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", check=True
+        )
     except (OSError, ValueError, subprocess.CalledProcessError):
         return None
     return done.stdout
@@ -360,11 +378,14 @@ def commit(folder: Path) -> dict[str, Any] | None:
     command = ["git", "-C", str(folder), *status]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     head = re.search(r"^# branch.oid ([0-9a-f]+)$", done.stdout, re.M)
     if head is None:
         return None
-    changes = re.search("^[^#]", done.stdout, re.M)  # a line a file; others begin with #
+    # A line a file; others begin with #.
+    changes = re.search("^[^#]", done.stdout, re.M)
     return {"id": head[1], "dirty": bool(changes)}

@@ -54,7 +54,9 @@ def half_width(effects: np.ndarray, chance: float) -> float:
     return float(combined(variances, counts, chance))
 
 
-def combined(variances: Sequence[npt.ArrayLike], counts: Sequence[int], chance: float) -> Any:
+def combined(
+    variances: Sequence[npt.ArrayLike], counts: Sequence[int], chance: float
+) -> Any:
     """Half an interval's length, from the variances between means and their counts.
 
     ``sqrt(sum_i t_i^2 v_i / n_i)`` with Student's quantile ``t_i`` of n_i - 1 degrees.
@@ -103,16 +105,25 @@ def _needed(effects: np.ndarray, seeds: int, items: int = 0) -> np.ndarray:
 
     What is drawn, alike at every call, are the mean (normal) and the two variances (chi-squares).
     """
-    (count, before), of_seeds, of_items = effects.shape, effects.mean(axis=1), effects.mean(axis=0)
+    (count, before), of_seeds, of_items = (
+        effects.shape,
+        effects.mean(axis=1),
+        effects.mean(axis=0),
+    )
     rest = effects - of_seeds[:, None] - of_items + effects.mean()
-    noise = float((rest**2).sum()) / max((count - 1) * (before - 1), 1)  # of neither seed nor item
+    # Of neither seed nor item.
+    noise = float((rest**2).sum()) / max((count - 1) * (before - 1), 1)
     items = items or before
     rows = max(float(of_seeds.var(ddof=1)) - noise / before, 0) + noise / items
-    columns = max(float(of_items.var(ddof=min(before - 1, 1))) - noise / count, 0) + noise / seeds
+    columns = (
+        max(float(of_items.var(ddof=min(before - 1, 1))) - noise / count, 0)
+        + noise / seeds
+    )
     parts = [(rows, seeds), (columns, items)][: 1 + (items > 1)]
     draw, sizes = np.random.default_rng(0), [number for _, number in parts]
     spread = math.sqrt(sum(v / n for v, n in parts) - noise / (seeds * items))
     errors = spread * draw.normal(size=DRAWS)
     variances = [v * draw.chisquare(n - 1, DRAWS) / (n - 1) for v, n in parts]
     half_widths: np.ndarray = combined(variances, sizes, 1 - CONFIDENCE)
-    return half_widths - errors  # it is shown where effect and error exceed the half width
+    # It is shown where effect and error exceed the half width.
+    return half_widths - errors

@@ -54,14 +54,19 @@ COLUMNS = pa.schema(
         ("name", pa.string()),
         ("unit", pa.string()),
         ("value", pa.float64()),  # null for a curve
-        ("items", pa.list_(pa.float64())),  # of a value, per test row; of a curve, its heights
+        (
+            "items",
+            pa.list_(pa.float64()),
+        ),  # of a value, per test row; of a curve, its heights
         ("x", pa.list_(pa.float64())),  # of a curve, its positions
     ]
 )
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9_.=+-]*"
-Name = Annotated[str, Field(pattern=rf"^{_WORD}(/{_WORD})*$")]  # such as pesc/sparse/accuracy
-Module = Annotated[str, Field(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$")]  # below the package
+# Such as pesc/sparse/accuracy.
+Name = Annotated[str, Field(pattern=rf"^{_WORD}(/{_WORD})*$")]
+# Below the package.
+Module = Annotated[str, Field(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$")]
 Numbers = Annotated[tuple[float, ...], Field(min_length=1)]
 
 
@@ -72,7 +77,9 @@ class Value:
     name: Name
     value: float
     unit: str
-    items: Numbers | None = None  # one per test row; value is their mean before they are `rounded`
+    items: Numbers | None = (
+        None  # one per test row; value is their mean before they are `rounded`
+    )
 
     def __post_init__(self) -> None:
         _check_unit(self.name, self.unit)
@@ -134,10 +141,12 @@ class Run:
     values: tuple[Value, ...]  # in the order of the notebook, each name once
     curves: tuple[Curve, ...] = ()
     arms: tuple[str, ...] = ()  # that ran; empty where the notebook has none
-    settings: Mapping[str, Any] = field(default_factory=dict)  # but seed, arms and where it ran
+    # But seed, arms and where it ran.
+    settings: Mapping[str, Any] = field(default_factory=dict)
     rows: Mapping[str, str] = field(default_factory=dict)
     code: Mapping[str, str | Mapping[Module, str] | None] = field(default_factory=dict)
-    manifest: Mapping[str, Any] = field(default_factory=dict)  # date, commit, machine, cost
+    # Date, commit, machine, cost.
+    manifest: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         refuse_unknown(self.tier, TIERS, "E-TIER", f"unknown tier '{self.tier}':")
@@ -205,7 +214,10 @@ def _unpacked(path: Path, content: bytes) -> Run:
     with _readable(path):
         run = _from_lines(head, table.to_pylist())
     if _digest(run) != digest:
-        refuse("E-RUN", f"{path} was altered after it was written; bring it back, or run it again")
+        refuse(
+            "E-RUN",
+            f"{path} was altered after it was written; bring it back, or run it again",
+        )
     return _of_statements(run)
 
 
@@ -236,7 +248,11 @@ def _recorded_texts() -> dict[str, str]:
     So runs did up to November 2026; ``notebooks.csv`` names a commit that holds each
     text.
     """
-    with Path(__file__).with_name("notebooks.csv").open(encoding="utf-8", newline="") as file:
+    with (
+        Path(__file__)
+        .with_name("notebooks.csv")
+        .open(encoding="utf-8", newline="") as file
+    ):
         return {line["text"]: line["statements"] for line in csv.DictReader(file)}
 
 
@@ -247,9 +263,18 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         refuse("E-NOFILE", f"no file {path}")
-    except (Refusal, pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+    except (
+        Refusal,
+        pa.ArrowException,
+        OSError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:
         reason = " ".join(str(error).split())[:120]
-        refuse("E-RUN", f"{path} is damaged or no run of moebook ({reason}); run it again")
+        refuse(
+            "E-RUN", f"{path} is damaged or no run of moebook ({reason}); run it again"
+        )
 
 
 def _head_of(schema: pa.Schema, path: Path) -> tuple[dict[str, Any], str]:
@@ -261,7 +286,10 @@ def _head_of(schema: pa.Schema, path: Path) -> tuple[dict[str, Any], str]:
         digest = head.pop("digest")
         version = head.pop("format")
     if version != FORMAT:
-        refuse("E-RUN", f"{path} has format {version}, this moebook reads {FORMAT}: update it")
+        refuse(
+            "E-RUN",
+            f"{path} has format {version}, this moebook reads {FORMAT}: update it",
+        )
     return head, digest
 
 
@@ -272,7 +300,9 @@ def _from_lines(head: Mapping[str, Any], lines: list[dict[str, Any]]) -> Run:
     for line in lines:
         items = None if line["items"] is None else tuple(line["items"])
         if line["value"] is None:
-            curves.append(Curve(line["name"], line["unit"], tuple(line["x"]), items or ()))
+            curves.append(
+                Curve(line["name"], line["unit"], tuple(line["x"]), items or ())
+            )
         else:
             values.append(Value(line["name"], line["value"], line["unit"], items))
     parts: dict[str, Any] = {**head, "arms": tuple(head["arms"])}

@@ -31,9 +31,22 @@ CLASS = "class"  # protocol of a course: its pool stands beside a student's run 
 LIVE = "this build"  # the protocol's name in the pool of the one run that a page shows
 DOMAINS = {"code", "common_sense", "language", "mathematics", "text", "translation"}
 Reader = Callable[[Path], Run]  # of a run's file
-Reference = str | float | tuple[str, ...] | None  # what a value is less: see `Pool.effects`
-BASES = ("nano", "nano-moe", "small", "mid-moe", "smollm2")  # smallest first; others are larger
-SCALES = {"nano": "1 M", "nano-moe": "1 M", "small": "11 M", "mid-moe": "41 M", "smollm2": "135 M"}
+# What a value is less: see `Pool.effects`.
+Reference = str | float | tuple[str, ...] | None
+BASES = (
+    "nano",
+    "nano-moe",
+    "small",
+    "mid-moe",
+    "smollm2",
+)  # smallest first; others are larger
+SCALES = {
+    "nano": "1 M",
+    "nano-moe": "1 M",
+    "small": "11 M",
+    "mid-moe": "41 M",
+    "smollm2": "135 M",
+}
 """Base to its scale, by the size of its weights; a larger base is a scale of its own."""
 AUTHORS = "the authors' data"  # the scale of what only reads published files
 
@@ -44,13 +57,17 @@ class Pool:
 
     notebook: str
     protocol: str
-    runs: tuple[Run, ...]  # at least one; of a seed there may be several, with different arms
+    # At least one; of a seed there may be several, with different arms.
+    runs: tuple[Run, ...]
 
     def __post_init__(self) -> None:
         for number, run in enumerate(self.runs):
             for other in self.runs[:number]:
                 for clash in _clashes(other, run):
-                    refuse("E-POOL", f"{self.notebook}/{self.protocol}, seed {run.seed}: {clash}")
+                    refuse(
+                        "E-POOL",
+                        f"{self.notebook}/{self.protocol}, seed {run.seed}: {clash}",
+                    )
 
     @property
     def tier(self) -> str:
@@ -80,12 +97,16 @@ class Pool:
     @property
     def last(self) -> Run:
         """The run that ended last."""
-        return max(self.runs, key=lambda run: (str(run.manifest.get("date", "")), run.seed))
+        return max(
+            self.runs, key=lambda run: (str(run.manifest.get("date", "")), run.seed)
+        )
 
     @cached_property
     def seeds(self) -> dict[int, dict[str, Value]]:
         """Values by seed and name; of what several runs of a seed recorded, the newest's."""
-        oldest_first = sorted(self.runs, key=lambda run: (run.seed, run.manifest.get("date", "")))
+        oldest_first = sorted(
+            self.runs, key=lambda run: (run.seed, run.manifest.get("date", ""))
+        )
         seeds: dict[int, dict[str, Value]] = {}
         for run in oldest_first:
             values = seeds.setdefault(run.seed, {})
@@ -119,7 +140,9 @@ class Pool:
 
     def values(self, name: str) -> dict[int, Value]:
         """Values of one name by seed; empty where no run has it."""
-        return {seed: values[name] for seed, values in self.seeds.items() if name in values}
+        return {
+            seed: values[name] for seed, values in self.seeds.items() if name in values
+        }
 
     def curves(self, name: str) -> dict[int, Curve]:
         """Curves of one name by seed; empty where no run has it."""
@@ -360,7 +383,10 @@ def keep(run: Run, path: Path, folder: Path) -> None:
         new = not path.exists()
         try:
             # The later block ends first: the run takes its place before the list.
-            with files.replacing(place / SEALS) as list_file, files.replacing(path) as run_file:
+            with (
+                files.replacing(place / SEALS) as list_file,
+                files.replacing(path) as run_file,
+            ):
                 run_file.write_bytes(content)
                 list_file.write_text("".join(lines), encoding="utf-8")
         except BaseException:
@@ -440,7 +466,9 @@ def pools(
     return {each.protocol: each for each in every}
 
 
-def live(notebook: str, folder: Path | None = None, read: Reader = read_run) -> Pool | None:
+def live(
+    notebook: str, folder: Path | None = None, read: Reader = read_run
+) -> Pool | None:
     """Read the run that the notebook's page shows, as a pool of one; None without one."""
     place = (folder or root()) / "book" / "notebooks"
     path = next(place.glob(f"[0-9][0-9]_{notebook}.parquet"), None)

@@ -30,18 +30,39 @@ from moebook.training.loop import History, Penalty
 
 Bank = Mapping[str, Lora]
 Make = Callable[[Setup, nn.Module, Bank], nn.Module]
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
 QV = ("q_proj", "v_proj")  # what Rocket's LoRAs adapt
 BALANCE = 0.01  # weight of the balance loss
 COMPARED = {
-    "lora": ["full"], "pesc": ["lora", "full", "gate"], "su": ["full"], "trsu": ["su"],
-    "crsu": ["su"], "rocket": ["lora", "pesc", "mixlora", "smear", "arrow"], "esft": ["su"],
-    "mixlora": ["pesc"], "pesc_trsu": ["pesc"], "pesc_crsu": ["pesc"], "pesc_bank": ["pesc"],
-    "pesc_rocket": ["pesc_bank"], "pesc_esft": ["pesc"], "gate": ["lora", "full", "random_gate"],
-    "token": ["gate"], "lora_attention": ["lora"],
-}  # fmt: skip
+    "lora": ["full"],
+    "pesc": ["lora", "full", "gate"],
+    "su": ["full"],
+    "trsu": ["su"],
+    "crsu": ["su"],
+    "rocket": ["lora", "pesc", "mixlora", "smear", "arrow"],
+    "esft": ["su"],
+    "mixlora": ["pesc"],
+    "pesc_trsu": ["pesc"],
+    "pesc_crsu": ["pesc"],
+    "pesc_bank": ["pesc"],
+    "pesc_rocket": ["pesc_bank"],
+    "pesc_esft": ["pesc"],
+    "gate": ["lora", "full", "random_gate"],
+    "token": ["gate"],
+    "lora_attention": ["lora"],
+}
 PAIRS = [(arm, other) for arm, others in COMPARED.items() for other in others]
-THRESHOLDS = np.linspace(0.01, 1, 496).tolist()  # p of Eq. 8, among which the budget chooses
+THRESHOLDS = np.linspace(
+    0.01, 1, 496
+).tolist()  # p of Eq. 8, among which the budget chooses
 
 
 @dataclass(frozen=True)
@@ -50,11 +71,17 @@ class Arm:
 
     make: Make
     penalty: Penalty | None = None
-    bank: tuple[str, ...] = ()  # projections of the LoRAs that half of the budget trains first
-    later: Callable[[Setup, nn.Module], nn.Module] | None = None  # made after half of the budget
+    bank: tuple[
+        str, ...
+    ] = ()  # projections of the LoRAs that half of the budget trains first
+    later: Callable[[Setup, nn.Module], nn.Module] | None = (
+        None  # made after half of the budget
+    )
     sized: bool = True  # whether it trains the budget's number of parameters
     chosen: bool = False  # whether N LoRAs are chosen from the bank, else all are taken
-    gates: bool = True  # whether each projection that LoRAs adapt has a router that trains
+    gates: bool = (
+        True  # whether each projection that LoRAs adapt has a router that trains
+    )
 
 
 @dataclass(frozen=True)
@@ -83,7 +110,9 @@ def train(
         cost = budget.price(kind, model, setup.batches(setup.encoded), arm.penalty)
         steps, paid = budget.affordable(cost, part - spent)
         spent += paid
-        histories.append(setup.fit(model, setup.encoded, lr=lr, steps=steps, penalty=arm.penalty))
+        histories.append(
+            setup.fit(model, setup.encoded, lr=lr, steps=steps, penalty=arm.penalty)
+        )
         model = change(setup, model) if change else model
     return Trained(model, tuple(histories), spent, combining.trained(model), bank)
 
@@ -111,13 +140,17 @@ def arms(*, sparse: bool) -> dict[str, Arm]:
         "crsu": replace(copied, make=_upcycled("crsu")),
         "rocket": Arm(_mixture, bank=QV, chosen=True),
         "esft": replace(copied, later=_experts_later),
-        "mixlora": Arm(_rival("mixlora"), mixlora.penalty(mixlora.Config.preset("bank"))),
+        "mixlora": Arm(
+            _rival("mixlora"), mixlora.penalty(mixlora.Config.preset("bank"))
+        ),
         "smear": Arm(_rival("smear"), bank=QV),
         "arrow": Arm(_rival("arrow"), bank=QV, gates=False),
         "pesc_trsu": replace(routed, make=_pesc("trsu")),
         "pesc_crsu": replace(routed, make=_pesc("crsu")),
         "pesc_bank": Arm(_pesc_of_bank, _balanced, bank=("down_proj",)),
-        "pesc_rocket": Arm(_pesc_of_choice, _balanced, bank=("down_proj",), chosen=True),
+        "pesc_rocket": Arm(
+            _pesc_of_choice, _balanced, bank=("down_proj",), chosen=True
+        ),
         "pesc_esft": replace(routed, later=_adapters_later),
     }
 
@@ -130,9 +163,13 @@ def choose(setup: Setup, bank: Bank) -> tuple[tuple[str, ...], dict[str, list[An
     solved = rocket.scoring.accuracy(read, setup.tokenizer, bank, shots)
     config = _rocket(setup, bank)
     alike = rocket.selection.similarity(bank, config)
-    picked = rocket.selection.select(rocket.scoring.scores(nats, solved), alike, config).experts
+    picked = rocket.selection.select(
+        rocket.scoring.scores(nats, solved), alike, config
+    ).experts
     dealt = combining.by_expert(nats, picked)
-    return picked, {name: [shots[shot] for shot in some] for name, some in dealt.items()}
+    return picked, {
+        name: [shots[shot] for shot in some] for name, some in dealt.items()
+    }
 
 
 def adapter_sizes(setup: Setup, experts: int, *, step: int = 1) -> pesc.Config:
@@ -143,7 +180,8 @@ def adapter_sizes(setup: Setup, experts: int, *, step: int = 1) -> pesc.Config:
     host, config = anatomy(setup.base), setup.config
     per_rank = _per_rank(setup.base, PROJECTIONS)
     per_width = 2 * len(host.layers) * experts * host.hidden * step
-    left = config.parameters - len(host.layers) * experts * host.hidden  # without the routers
+    # Without the routers.
+    left = config.parameters - len(host.layers) * experts * host.hidden
     usual = max(1, round(config.parameters / 4 / per_rank))
 
     def size(rank: int) -> tuple[int, int, int]:
@@ -152,19 +190,29 @@ def adapter_sizes(setup: Setup, experts: int, *, step: int = 1) -> pesc.Config:
 
     _, rank, width = min(size(rank) for rank in range(1, 2 * usual + 1))
     return pesc.Config.preset(
-        "fixed", experts=experts, top_k=min(config.top_k, experts), adapter_width=width,
-        host="lora", lora_rank=rank, lora_alpha=float(rank),
-    )  # fmt: skip
+        "fixed",
+        experts=experts,
+        top_k=min(config.top_k, experts),
+        adapter_width=width,
+        host="lora",
+        lora_rank=rank,
+        lora_alpha=float(rank),
+    )
 
 
 def bank_rank(setup: Setup, arm: Arm) -> int:
     """Return the rank of the bank's LoRAs with which an arm trains what the budget says."""
-    config, count = setup.config, setup.config.experts if arm.chosen else len(setup.rows)
+    config, count = (
+        setup.config,
+        setup.config.experts if arm.chosen else len(setup.rows),
+    )
     if arm.bank == ("down_proj",):
         return adapter_sizes(setup, count, step=2).adapter_width // 2
     widths = sum(part.in_features for part in linears(setup.base, QV).values())
     gates = count * widths * arm.gates
-    return max(1, round((config.parameters - gates) / count / _per_rank(setup.base, QV)))
+    return max(
+        1, round((config.parameters - gates) / count / _per_rank(setup.base, QV))
+    )
 
 
 def _bank(
@@ -172,18 +220,29 @@ def _bank(
 ) -> tuple[dict[str, Lora], float]:
     """Train a LoRA a task, all for as many steps, until the amount is spent."""
     rank = bank_rank(setup, arm)
-    batches = {task: setup.batches(setup.encode(rows)) for task, rows in setup.rows.items()}
+    batches = {
+        task: setup.batches(setup.encode(rows)) for task, rows in setup.rows.items()
+    }
     alone = deepcopy(setup.base)
     if kind == "flops":
         config = rocket.Config.preset("fixed", experts=1, top_k=1, lora_dropout=0.0)
         rocket.mixture.build(alone, [_blank(setup.base, arm.bank, rank)], config)
     prices = [budget.price(kind, alone, each, None) for each in batches.values()]
-    steps, spent = budget.affordable(lambda step: sum(price(step) for price in prices), amount)
+    steps, spent = budget.affordable(
+        lambda step: sum(price(step) for price in prices), amount
+    )
     bank = rocket.bank.train(
-        deepcopy(setup.base), setup.tokenizer, setup.rows, rank=rank, alpha=float(rank),
-        targets=arm.bank, seed=setup.seed, format=setup.format, max_length=setup.max_length,
+        deepcopy(setup.base),
+        setup.tokenizer,
+        setup.rows,
+        rank=rank,
+        alpha=float(rank),
+        targets=arm.bank,
+        seed=setup.seed,
+        format=setup.format,
+        max_length=setup.max_length,
         **{**setup.recipe, "lr": lr, "steps": steps},
-    )  # fmt: skip
+    )
     return bank, spent
 
 
@@ -207,7 +266,9 @@ def _balanced(model: nn.Module) -> Tensor:
 
 def _lora(setup: Setup, model: nn.Module, bank: Bank) -> nn.Module:
     rank = max(1, round(setup.config.parameters / _per_rank(model, PROJECTIONS)))
-    config = pesc.Config.preset("fixed", host="lora", lora_rank=rank, lora_alpha=float(rank))
+    config = pesc.Config.preset(
+        "fixed", host="lora", lora_rank=rank, lora_alpha=float(rank)
+    )
     return pesc.prepare(model, config, sparse=False)
 
 
@@ -231,14 +292,18 @@ def _pesc_of_choice(setup: Setup, model: nn.Module, bank: Bank) -> nn.Module:
     pesc.prepare(model, adapter_sizes(setup, len(chosen), step=2))
     start = up.trsu(setup.represent("ffn_input", shots), seed=setup.seed)
     combining.route(model, up.scaled(start, "matched", inputs=setup.inputs))
-    return combining.start_adapters(model, setup.as_adapters([bank[name] for name in chosen]))
+    return combining.start_adapters(
+        model, setup.as_adapters([bank[name] for name in chosen])
+    )
 
 
 def _upcycled(start: str) -> Make:
     def make(setup: Setup, model: nn.Module, bank: Bank) -> nn.Module:
         config, count = setup.config, setup.config.copies
         model.requires_grad_(True)
-        made = up.Config(experts=count, top_k=min(config.top_k, count), combine="renormalised")
+        made = up.Config(
+            experts=count, top_k=min(config.top_k, count), combine="renormalised"
+        )
         return up.upcycle(model, made, setup.start(start, count))
 
     return make
@@ -246,12 +311,18 @@ def _upcycled(start: str) -> Make:
 
 def _mixture(setup: Setup, model: nn.Module, bank: Bank) -> nn.Module:
     chosen, _ = choose(setup, bank)
-    return rocket.mixture.build(model, [bank[name] for name in chosen], _rocket(setup, bank))
+    return rocket.mixture.build(
+        model, [bank[name] for name in chosen], _rocket(setup, bank)
+    )
 
 
 def _rocket(setup: Setup, bank: Bank) -> rocket.Config:
     size = min(setup.config.experts, len(bank))
-    sizes = {"experts": size, "top_k": min(setup.config.top_k, size), "candidates": len(bank)}
+    sizes = {
+        "experts": size,
+        "top_k": min(setup.config.top_k, size),
+        "candidates": len(bank),
+    }
     return rocket.Config.preset("fixed", **sizes)
 
 
@@ -266,7 +337,13 @@ def _rival(name: str) -> Make:
         }
         arm = table.Arm(rival=name, rated=name, changes=changes.get(name, {}))
         rows = Data(setup.encoded, pad_id=setup.pad_id)
-        still = {**setup.recipe, "lr": 1.0, "steps": 1, "warmup": 0.99, "seed": setup.seed}
+        still = {
+            **setup.recipe,
+            "lr": 1.0,
+            "steps": 1,
+            "warmup": 0.99,
+            "seed": setup.seed,
+        }
         table.tuned(model, arm, bank, rows, table.Shipped(), **still)
         return model
 
@@ -283,11 +360,15 @@ def _adapters_later(setup: Setup, model: nn.Module) -> nn.Module:
 
 
 def _selection(setup: Setup, model: nn.Module) -> esft.Selection:
-    config = esft.Config(score="gate", threshold=setup.config.threshold, normalised=True)
+    config = esft.Config(
+        score="gate", threshold=setup.config.threshold, normalised=True
+    )
     return esft.select(esft.measure(model, setup.samples, config), config)
 
 
-def _sparse_lora(attention: bool, setup: Setup, model: nn.Module, bank: Bank) -> nn.Module:
+def _sparse_lora(
+    attention: bool, setup: Setup, model: nn.Module, bank: Bank
+) -> nn.Module:
     one = esft.lora(deepcopy(setup.base), rank=1, attention=attention)
     rank = max(1, round(setup.config.parameters / combining.trained(one)))
     return esft.lora(model, rank=rank, scale=1.0, attention=attention)

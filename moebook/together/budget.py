@@ -65,7 +65,9 @@ class Flops(TorchDispatchMode):
 
 
 @checked
-def price(kind: Kind, model: nn.Module, batches: Batches, penalty: Penalty | None) -> Price:
+def price(
+    kind: Kind, model: nn.Module, batches: Batches, penalty: Penalty | None
+) -> Price:
     """Return what each step of a training costs: its tokens, or its FLOPs without the optimizer's.
 
     FLOPs are linear in a batch's tokens, padding included, in these times its length (attention),
@@ -93,7 +95,10 @@ def measured(
     with Flops() as counted, torch.random.fork_rng(), plain(model):
         for batch in batches:
             check_batch("measured", model, batch, needs=["labels"])
-            inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            inputs = {
+                k: v.to(device) if isinstance(v, Tensor) else v
+                for k, v in batch.items()
+            }
             loss = model(**inputs, use_cache=False).loss
             (loss + penalty(model) if penalty else loss).backward()
     model.zero_grad()
@@ -108,12 +113,18 @@ def affordable(cost: Price, budget: float) -> tuple[int, float]:
     def of_step(step: int) -> float:
         price = cost(step)
         if not (math.isfinite(price) and price > 0):
-            refuse("E-RANGE", f"step {step} costs {price}, expected a finite number above 0")
+            refuse(
+                "E-RANGE",
+                f"step {step} costs {price}, expected a finite number above 0",
+            )
         return price
 
     steps, spent = 1, of_step(0)
     if budget > MOST * spent:
-        refuse("E-RANGE", f"budget is {budget}, it buys more than {MOST:,} steps of {spent}")
+        refuse(
+            "E-RANGE",
+            f"budget is {budget}, it buys more than {MOST:,} steps of {spent}",
+        )
     while spent + of_step(steps) / 2 <= budget:
         spent += of_step(steps)
         steps += 1

@@ -38,11 +38,16 @@ def route(model: nn.Module, start: Start) -> nn.Module:
     """Start the model's routers at given weights ``[L, E, D]``, in place."""
     layers = len(anatomy(model).layers)
     if len(start.weights) != layers:
-        refuse("E-SHAPE", f"the start is of {len(start.weights)} layers, the model has {layers}")
+        refuse(
+            "E-SHAPE",
+            f"the start is of {len(start.weights)} layers, the model has {layers}",
+        )
     for router in mnn.routers(model):
         weight = start.weights[router.layer]
         if weight.shape != router.weight.shape:
-            shapes = f"{tuple(weight.shape)} for a router of {tuple(router.weight.shape)}"
+            shapes = (
+                f"{tuple(weight.shape)} for a router of {tuple(router.weight.shape)}"
+            )
             refuse("E-SHAPE", f"the start is {shapes}, [E, D]")
         router.weight.copy_(weight)
     return model
@@ -57,7 +62,9 @@ class AsAdapters(NamedTuple):
 
 
 @torch.no_grad()
-def as_adapters(model: nn.Module, loras: Sequence[Lora], batches: Batches) -> AsAdapters:
+def as_adapters(
+    model: nn.Module, loras: Sequence[Lora], batches: Batches
+) -> AsAdapters:
     """Turn LoRAs on a dense model's ``down_proj`` into PESC's adapters, which read its output.
 
     With ``h = W f`` a LoRA adds ``s B A f``, an adapter ``gelu(h V) U``. Since ``gelu(z) -
@@ -80,21 +87,31 @@ def as_adapters(model: nn.Module, loras: Sequence[Lora], batches: Batches) -> As
         for batch in batches:
             check_batch("as_adapters", model, batch, needs=["attention_mask"])
             masks.append(batch["attention_mask"].bool().to(device))
-            inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
+            inputs = {
+                key: batch[key].to(device) for key in ("input_ids", "attention_mask")
+            }
             model(**inputs, use_cache=False)
     if not masks:
         refuse("E-DATA", "as_adapters: no batch is given, expected one at least")
     down, up, explained = [], [], []
     for layer in layers:
-        f, h = (torch.cat(parts).double() for parts in zip(*seen[layer.index], strict=True))
+        f, h = (
+            torch.cat(parts).double() for parts in zip(*seen[layer.index], strict=True)
+        )
         path = paths[ends[layer.index]]
         if lacking := [lora.name for lora in loras if path not in lora.down]:
-            refuse("E-KEYS", f"'{lacking[0]}' adapts no {path}: train the bank on down_proj")
+            refuse(
+                "E-KEYS",
+                f"'{lacking[0]}' adapts no {path}: train the bank on down_proj",
+            )
         read = torch.stack([f @ lora.down[path].to(f).T for lora in loras])  # [N, T, R]
-        fit = torch.linalg.lstsq(h.expand(len(loras), -1, -1), read).solution  # [N, D, R]
+        fit = torch.linalg.lstsq(
+            h.expand(len(loras), -1, -1), read
+        ).solution  # [N, D, R]
         rest = (read - h @ fit).square().sum((1, 2))
         explained.append(1 - rest / read.square().sum((1, 2)))
-        write = torch.stack([lora.scale * lora.up[path].to(f).T for lora in loras])  # [N, R, D]
+        # [N, R, D].
+        write = torch.stack([lora.scale * lora.up[path].to(f).T for lora in loras])
         down.append(torch.cat([fit, -fit], 2).float())
         up.append(torch.cat([write, -write], 1).float())
     return AsAdapters(torch.stack(down), torch.stack(up), torch.stack(explained))
@@ -107,7 +124,10 @@ def start_adapters(model: nn.Module, start: AsAdapters) -> nn.Module:
         part = layer.experts
         shape = tuple(start.down[layer.index].shape)
         if not isinstance(part, mnn.Adapters) or tuple(part.down.shape) != shape:
-            refuse("E-SHAPE", f"layer {layer.index} holds no adapters of {shape}, [E, D, R]")
+            refuse(
+                "E-SHAPE",
+                f"layer {layer.index} holds no adapters of {shape}, [E, D, R]",
+            )
         part.down.copy_(start.down[layer.index])
         part.up.copy_(start.up[layer.index])
     return model
@@ -124,7 +144,10 @@ def only(model: nn.Module, selection: Selection) -> nn.Module:
     for layer in sparse_layers(model):
         part, chosen = layer.experts, list(selection.experts[layer.index])
         if not isinstance(part, mnn.Adapters):
-            refuse("E-MODEL", f"layer {layer.index} holds no adapters: esft.specialise takes it")
+            refuse(
+                "E-MODEL",
+                f"layer {layer.index} holds no adapters: esft.specialise takes it",
+            )
         for name in ("down", "up"):
             weight = getattr(part, name).requires_grad_(True)
             register_parametrization(part, name, ChosenRows(chosen, weight))
@@ -134,7 +157,9 @@ def only(model: nn.Module, selection: Selection) -> nn.Module:
 def trained(model: nn.Module) -> int:
     """Count the parameters that train."""
     free = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return free - sum(part.idle for part in model.modules() if isinstance(part, ChosenRows))
+    return free - sum(
+        part.idle for part in model.modules() if isinstance(part, ChosenRows)
+    )
 
 
 @checked
@@ -151,7 +176,9 @@ def by_expert(
     if twice := sorted(nats.index[nats.index.duplicated()]):
         refuse("E-BANK", f"'{twice[0]}' stands twice in the nats: score each LoRA once")
     for name in experts:
-        refuse_unknown(name, nats.index, "E-NAME", f"no nats are given for LoRA '{name}';")
+        refuse_unknown(
+            name, nats.index, "E-NAME", f"no nats are given for LoRA '{name}';"
+        )
     chosen = nats.loc[list(experts)]
     shapes("by_expert", {"nats": (chosen.to_numpy(), "N K", "real")}, empty="")
     if not np.isfinite(chosen.to_numpy()).all():
@@ -159,13 +186,16 @@ def by_expert(
     lag = (chosen - chosen.min()).to_numpy()
     best = lag.argmin(0)
     return {
-        name: [shot for shot, owner in enumerate(best) if owner == place] or [int(row.argmin())]
+        name: [shot for shot, owner in enumerate(best) if owner == place]
+        or [int(row.argmin())]
         for place, (name, row) in enumerate(zip(experts, lag, strict=True))
     }
 
 
 @checked
-def beside_experts(model: nn.Module, *, experts: Size, top_k: Size, width: Size) -> nn.Module:
+def beside_experts(
+    model: nn.Module, *, experts: Size, top_k: Size, width: Size
+) -> nn.Module:
     """Put PESC's routed adapters behind the MoE blocks of a sparse host, in place; they train.
 
     They read what the block puts out. ``up`` starts at zero, so the model is the host at first.
@@ -176,7 +206,9 @@ def beside_experts(model: nn.Module, *, experts: Size, top_k: Size, width: Size)
     model.requires_grad_(False)
 
     def build(layer: Any, router: mnn.Router) -> nn.Module:
-        made = mnn.Adapters(host.hidden, experts, width, dropout=0.1, **beside(router.weight))
+        made = mnn.Adapters(
+            host.hidden, experts, width, dropout=0.1, **beside(router.weight)
+        )
         return mnn.AdapterMoE(layer.mlp, router, made)
 
     graft(host, layers, build, experts=experts, top_k=top_k)

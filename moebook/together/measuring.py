@@ -23,7 +23,10 @@ from moebook.together.arms import Arm
 from moebook.together.budget import measured
 from moebook.together.setup import Setup
 
-TURNS, STEPS = 3, 6  # runs in turns that `costs` times, and their steps; the first is a warm-up
+TURNS, STEPS = (
+    3,
+    6,
+)  # runs in turns that `costs` times, and their steps; the first is a warm-up
 WRITTEN = 32  # tokens that are generated to time one
 
 
@@ -31,18 +34,30 @@ WRITTEN = 32  # tokens that are generated to time one
 def texts(tokenizer: Any, size: Count, *, length: Size = 128, seed: int = 0) -> Rows:
     """Encode plain texts, ``size`` a domain, every token a label: what a base could do before."""
     drawn = [text for part in passages(size, seed).values() for text in part]
-    ids = [tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in drawn]
+    ids = [
+        tokenizer(text, truncation=True, max_length=length)["input_ids"]
+        for text in drawn
+    ]
     return Rows.from_dict({"input_ids": ids, "labels": ids})
 
 
 def forgotten(model: nn.Module, base: nn.Module, plain: Rows, *, pad_id: int) -> float:
     """Return how many nats a token plain texts got worse by since the base."""
-    after, before = (training.nats(each, plain, pad_id=pad_id) for each in (model, base))
+    after, before = (
+        training.nats(each, plain, pad_id=pad_id) for each in (model, base)
+    )
     return after - before
 
 
 def transfer(
-    setup: Setup, arm: Arm, model: nn.Module, shots: Rows, test: Rows, *, lr: float, steps: int
+    setup: Setup,
+    arm: Arm,
+    model: nn.Module,
+    shots: Rows,
+    test: Rows,
+    *,
+    lr: float,
+    steps: int,
 ) -> tuple[float, float]:
     """Train a copy on K shots of a new task, as its arm trains; return nats before and after."""
     tuned = deepcopy(model)
@@ -56,14 +71,19 @@ def stored(model: nn.Module, base: nn.Module) -> int:
     known = {_digest(tensor) for tensor in base.state_dict().values()}
     added = {_digest(part): part.nbytes for part in model.state_dict().values()}
     for part in [part for part in model.modules() if isinstance(part, SplitExperts)]:
-        for name in ("gate_up_proj", "down_proj"):  # whose chosen rows stand in for frozen ones
+        for name in (
+            "gate_up_proj",
+            "down_proj",
+        ):  # whose chosen rows stand in for frozen ones
             added[_digest(getattr(part.frozen, name))] -= getattr(part, name).nbytes
     return sum(size for digest, size in added.items() if digest not in known)
 
 
 def _digest(tensor: Tensor) -> bytes:
     plain = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(plain.numpy().tobytes() + str(tuple(tensor.shape)).encode()).digest()
+    return hashlib.sha256(
+        plain.numpy().tobytes() + str(tuple(tensor.shape)).encode()
+    ).digest()
 
 
 @torch.no_grad()
@@ -72,12 +92,16 @@ def _write(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
     seconds = []
     for tokens in (1, WRITTEN):
         with evaluating(model), stopwatch(next(model.parameters()).device) as timed:
-            model.generate(**inputs, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False)
+            model.generate(
+                **inputs, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False
+            )
         seconds.append(timed.seconds)
     return (seconds[1] - seconds[0]) / (WRITTEN - 1)
 
 
-def costs(setup: Setup, models: Mapping[str, nn.Module], arms: Mapping[str, Arm]) -> pd.DataFrame:
+def costs(
+    setup: Setup, models: Mapping[str, nn.Module], arms: Mapping[str, Arm]
+) -> pd.DataFrame:
     """Measure what each arm costs, a line an arm, in short runs of all that go in turns.
 
     ``step`` and ``token`` are medians over turns of the seconds of a training step and of a
@@ -91,17 +115,29 @@ def costs(setup: Setup, models: Mapping[str, nn.Module], arms: Mapping[str, Arm]
     times: dict[str, list[list[float]]] = {name: [] for name in models}
     for turn in range(TURNS):
         for name, model in models.items():
-            recipe = {"steps": STEPS, "lr": 1e-6, "seed": turn, "penalty": arms[name].penalty}
+            recipe = {
+                "steps": STEPS,
+                "lr": 1e-6,
+                "seed": turn,
+                "penalty": arms[name].penalty,
+            }
             history = setup.fit(deepcopy(model), setup.encoded, **recipe)
-            times[name].append([np.median(np.diff(history.seconds)), _write(model, prompts)])
+            times[name].append(
+                [np.median(np.diff(history.seconds)), _write(model, prompts)]
+            )
     lines = {}
     for name, model in models.items():
         step, token = np.median(times[name], axis=0)
-        flops = measured(model, [first], arms[name].penalty) / first["input_ids"].numel()
+        flops = (
+            measured(model, [first], arms[name].penalty) / first["input_ids"].numel()
+        )
         peak = training.step_memory(model.train(), batch).total
         lines[name] = {
-            "step": step, "token": token, "peak": peak, "flops": flops,
+            "step": step,
+            "token": token,
+            "peak": peak,
+            "flops": flops,
             "stored": stored(model, setup.base),
             "trained": combining.trained(model),
-        }  # fmt: skip
+        }
     return pd.DataFrame(lines).T

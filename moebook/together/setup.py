@@ -33,7 +33,9 @@ class Config:
     experts: Count = 4  # N, LoRAs of a mixture
     top_k: Count = 2  # K of all of them
     shots: Count = 48  # K of Rocket's choice
-    threshold: Annotated[float, Field(gt=0, le=1)] = 0.5  # p of ESFT on the models made sparse here
+    threshold: Annotated[float, Field(gt=0, le=1)] = (
+        0.5  # p of ESFT on the models made sparse here
+    )
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Setup:
     tokenizer: Any
     rows: Mapping[str, Sequence[dict[str, str]]]  # to train on, by task
     config: Config
-    recipe: Mapping[str, Any] = field(default_factory=dict)  # batch, schedule, warmup, clip
+    # Batch, schedule, warmup, clip.
+    recipe: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     format: str = "camel"
     max_length: int = 160
@@ -53,7 +56,9 @@ class Setup:
     def mixed(self) -> list[dict[str, str]]:
         """All rows, shuffled by the seed."""
         every = [row for part in self.rows.values() for row in part]
-        return [every[i] for i in np.random.default_rng(self.seed).permutation(len(every))]
+        return [
+            every[i] for i in np.random.default_rng(self.seed).permutation(len(every))
+        ]
 
     @cached_property
     def encoded(self) -> Rows:
@@ -62,7 +67,9 @@ class Setup:
 
     def encode(self, rows: Sequence[dict[str, str]]) -> Rows:
         """Encode rows as this base reads them."""
-        return encode(rows, self.tokenizer, format=self.format, max_length=self.max_length)
+        return encode(
+            rows, self.tokenizer, format=self.format, max_length=self.max_length
+        )
 
     @property
     def pad_id(self) -> int:
@@ -75,7 +82,11 @@ class Setup:
 
     def fit(self, model: nn.Module, rows: Rows, **more: Any) -> History:
         """Train by the recipe."""
-        return fit(model, rows, **{**self.recipe, "pad_id": self.pad_id, "seed": self.seed} | more)
+        return fit(
+            model,
+            rows,
+            **{**self.recipe, "pad_id": self.pad_id, "seed": self.seed} | more,
+        )
 
     @cached_property
     def inputs(self) -> up.representations.Representations:
@@ -84,7 +95,10 @@ class Setup:
 
     def represent(self, tensor: Any, groups: Mapping[str, Sequence[Any]]) -> Any:
         """Collect what the base represents on groups of rows."""
-        parts = {n: up.batches(self.encode(rows), pad_id=self.pad_id) for n, rows in groups.items()}
+        parts = {
+            n: up.batches(self.encode(rows), pad_id=self.pad_id)
+            for n, rows in groups.items()
+        }
         return up.collect(self.base, parts, tensor=tensor, limit=2048, seed=self.seed)
 
     def start(self, kind: str, experts: int) -> up.starts.Start:
@@ -93,7 +107,9 @@ class Setup:
             start = up.su(self.base, experts, seed=self.seed)
         elif kind == "trsu":
             groups = grouped(self.mixed[:512])
-            start = up.trsu(self.represent("attention_output", groups), experts, seed=self.seed)
+            start = up.trsu(
+                self.represent("attention_output", groups), experts, seed=self.seed
+            )
         else:
             states = self.represent("attention_output", {"all": self.mixed[:512]})
             start = up.crsu(states, experts, seed=self.seed)
@@ -102,9 +118,13 @@ class Setup:
     def as_adapters(self, loras: Sequence[Lora]) -> combining.AsAdapters:
         """Turn LoRAs into adapters, fitted on the first 64 rows."""
         some = self.encoded.select(range(min(64, len(self.encoded))))
-        return combining.as_adapters(self.base, loras, up.batches(some, pad_id=self.pad_id))
+        return combining.as_adapters(
+            self.base, loras, up.batches(some, pad_id=self.pad_id)
+        )
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         """What ESFT scores experts on: 32 samples of 128 tokens."""
-        return esft.samples(self.encoded, count=32, length=128, pad_id=self.pad_id, seed=self.seed)
+        return esft.samples(
+            self.encoded, count=32, length=128, pad_id=self.pad_id, seed=self.seed
+        )

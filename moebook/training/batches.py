@@ -48,11 +48,19 @@ class Batches:
         self._epoch: tuple[int, list[np.ndarray]] = (-1, [])
         if not self.row_ids:
             refuse("E-DATA", "training data: no rows; expected at least one")
-        for row, (ids, labels) in enumerate(zip(self.row_ids, self.row_labels, strict=True)):
+        for row, (ids, labels) in enumerate(
+            zip(self.row_ids, self.row_labels, strict=True)
+        ):
             if len(ids) != len(labels):
-                refuse("E-DATA", f"row {row}: {len(ids)} input_ids but {len(labels)} labels")
+                refuse(
+                    "E-DATA",
+                    f"row {row}: {len(ids)} input_ids but {len(labels)} labels",
+                )
             if all(label == IGNORED for label in labels[1:]):
-                refuse("E-DATA", f"row {row}: every label is masked (-100), nothing can be learnt")
+                refuse(
+                    "E-DATA",
+                    f"row {row}: every label is masked (-100), nothing can be learnt",
+                )
 
     def check(self, vocabulary: int, longest: int) -> None:
         """Refuse rows that a model of so many token ids, and tokens a row, cannot take."""
@@ -60,7 +68,11 @@ class Batches:
             where = f"row {self.lengths.argmax()} has {length} tokens"
             refuse("E-RANGE", f"{where}, the model takes {longest}: lower max_length")
         ids, labels = {*chain(*self.row_ids)}, {*chain(*self.row_labels)} - {IGNORED}
-        for name, used in (("input_ids", ids), ("pad_id", {self.pad_id}), ("labels", labels)):
+        for name, used in (
+            ("input_ids", ids),
+            ("pad_id", {self.pad_id}),
+            ("labels", labels),
+        ):
             if odd := [token for token in used if not 0 <= token < vocabulary]:
                 known = f"the model knows 0 to {vocabulary - 1}: use its own tokenizer"
                 refuse("E-VOCAB", f"{name}: {min(odd)} is no token, {known}")
@@ -85,7 +97,9 @@ class Batches:
 
     def labels(self, step: int) -> float:
         """Number of labels in the batch of a step; no token comes before the first of a row."""
-        labels = [label for row in self.rows(step) for label in self.row_labels[row][1:]]
+        labels = [
+            label for row in self.rows(step) for label in self.row_labels[row][1:]
+        ]
         return float(len(labels) - labels.count(IGNORED))
 
     def rows(self, step: int) -> np.ndarray:
@@ -123,7 +137,9 @@ class Batches:
         """Shuffle the rows, sort each pool by length, cut it into batches, shuffle the batches."""
         rng = np.random.default_rng([self.seed, epoch])
         shuffled, batches = rng.permutation(len(self.row_ids)), []
-        for pool in np.split(shuffled, range(POOL * self.size, len(shuffled), POOL * self.size)):
+        for pool in np.split(
+            shuffled, range(POOL * self.size, len(shuffled), POOL * self.size)
+        ):
             by_length = pool[np.argsort(self.lengths[pool], kind="stable")]
             batches += np.split(by_length, range(self.size, len(pool), self.size))
         return [batches[place] for place in rng.permutation(len(batches))]
@@ -152,10 +168,18 @@ def nats(model: nn.Module, rows: Rows, *, pad_id: int = 0, batch: int = 32) -> f
     with evaluating(model):
         check(model, loss=True)
         if batches.per_epoch > 1 and not getattr(model, "accepts_loss_kwargs", True):
-            refuse("E-MODEL", f"{type(model).__name__} averages its loss: one batch of all rows")
+            refuse(
+                "E-MODEL",
+                f"{type(model).__name__} averages its loss: one batch of all rows",
+            )
         for chosen in np.array_split(order, batches.per_epoch):
             inputs = send_to_device(batches.collate(chosen), device)
-            total += model(**inputs, num_items_in_batch=labels, use_cache=False).loss.item()
+            total += model(
+                **inputs, num_items_in_batch=labels, use_cache=False
+            ).loss.item()
     if not math.isfinite(total):
-        refuse("E-NONFINITE", f"the loss on {len(rows)} rows is {total}: weights are far too large")
+        refuse(
+            "E-NONFINITE",
+            f"the loss on {len(rows)} rows is {total}: weights are far too large",
+        )
     return total

@@ -37,7 +37,10 @@ from moebook.runtime import FOUND, RESUME, environment, processes, versions
 from moebook.settings import Place, record, settings
 
 KEPT = 2
-PAUSE, RATE = 300.0, 2**24  # seconds between two checkpoints, and bytes a second that one may cost
+PAUSE, RATE = (
+    300.0,
+    2**24,
+)  # seconds between two checkpoints, and bytes a second that one may cost
 TENSORS, FACTS = "tensors.safetensors", "facts.json"
 _numbers = itertools.count(1)  # of this process's trainings
 
@@ -62,10 +65,13 @@ class History:
     step: list[int] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)  # of the labels, nats a token
     penalty: list[float] = field(default_factory=list)
-    norm: list[float] = field(default_factory=list)  # of the gradient before it was clipped
+    # Of the gradient before it was clipped.
+    norm: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # since training began
-    tokens: list[int] = field(default_factory=list)  # since training began, without padding
-    milestones: list[dict[int, Any]] = field(default_factory=list)  # each one's, by steps done
+    # Since training began, without padding.
+    tokens: list[int] = field(default_factory=list)
+    # Each one's, by steps done.
+    milestones: list[dict[int, Any]] = field(default_factory=list)
 
     def add(self, **line: float) -> None:
         """Add what happened at a step: a number a column."""
@@ -74,7 +80,9 @@ class History:
 
     def columns(self) -> dict[str, list[Any]]:
         """Return what has one entry a step, by name."""
-        return {name: column for name, column in vars(self).items() if name != "milestones"}
+        return {
+            name: column for name, column in vars(self).items() if name != "milestones"
+        }
 
 
 @record
@@ -100,7 +108,9 @@ class Store:
     every: Annotated[int, Field(ge=1)]
     marks: frozenset[int] = frozenset()
     asked: bool = True
-    shards: Any = None  # `training.sharding`, where each process has a part of what trains
+    shards: Any = (
+        None  # `training.sharding`, where each process has a part of what trains
+    )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -123,7 +133,9 @@ class Store:
         the whole training takes less time than a checkpoint may.
         """
         step, there = len(seconds), self.steps()
-        if not self.asked and seconds[-1] / step * total < min(PAUSE, size(model) / RATE):
+        if not self.asked and seconds[-1] / step * total < min(
+            PAUSE, size(model) / RATE
+        ):
             return False
         if {mark for mark in self.marks if 0 < mark < step} - {*there}:
             return False
@@ -203,18 +215,34 @@ class Store:
         path = self.folder / f"step-{step}"
         found = checkpoint.verify(path) | results.read_json(path / FACTS)
         with located(path):
-            kept = _Kept(**{name: found[name] for name in _Kept.__annotations__ if name in found})
+            kept = _Kept(
+                **{name: found[name] for name in _Kept.__annotations__ if name in found}
+            )
             history = History(**kept.history)
         if {*map(len, history.columns().values())} != {step}:
-            refuse("E-FORMAT", f"{path}: the history has not one entry for each of {step} steps")
+            refuse(
+                "E-FORMAT",
+                f"{path}: the history has not one entry for each of {step} steps",
+            )
         there = _place(kept.versions.get("torch"), kept.threads, kept.processes)
         here = _place(versions()["torch"], torch.get_num_threads(), processes()[1])
-        if here != there:  # a checkpoint from elsewhere: the run goes on, with other rounding
-            warnings.warn(f"W-REPRO: {path} is from {there}, this is {here}", stacklevel=2)
+        if (
+            here != there
+        ):  # a checkpoint from elsewhere: the run goes on, with other rounding
+            warnings.warn(
+                f"W-REPRO: {path} is from {there}, this is {here}", stacklevel=2
+            )
         old = kept.settings
-        if changed := sorted(key for key, value in self.run.items() if old.get(key) != value):
-            shown = ", ".join(f"{key} {old.get(key)} -> {self.run[key]}" for key in changed)
-            refuse("E-CONFIGDIFF", f"{self.folder} holds another run ({shown}); name a new folder")
+        if changed := sorted(
+            key for key, value in self.run.items() if old.get(key) != value
+        ):
+            shown = ", ".join(
+                f"{key} {old.get(key)} -> {self.run[key]}" for key in changed
+            )
+            refuse(
+                "E-CONFIGDIFF",
+                f"{self.folder} holds another run ({shown}); name a new folder",
+            )
         whole = path / TENSORS
         if whole.is_file() and not self.shards:
             tensors = checkpoint.unpacked(whole)
@@ -266,7 +294,9 @@ def store_of(
     if folder is None:
         return None
     asked = output is not None
-    return Store(folder=folder, run=run, every=every, marks=marks, asked=asked, shards=shards)
+    return Store(
+        folder=folder, run=run, every=every, marks=marks, asked=asked, shards=shards
+    )
 
 
 def check_marks(marks: Collection[int], newest: int, total: int) -> None:
@@ -286,7 +316,8 @@ def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     tensors = {name: tensor.detach() for name, tensor in _changing(model).items()}
     for name, parameter in _order(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)  # bitsandbytes has an int
+            # Bitsandbytes has an int.
+            tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
     return tensors
 
 
@@ -299,21 +330,32 @@ def restore(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) 
         if key.startswith("optimizer.") and name in state:
             state[name][part] = int(tensor) if tensor.dtype == torch.int64 else tensor
     wanted, saved = dict(changing), tensors
-    if "fused" in optimizer.param_groups[0]:  # torch's; bitsandbytes' states depend on the device
+    if (
+        "fused" in optimizer.param_groups[0]
+    ):  # torch's; bitsandbytes' states depend on the device
         wanted |= _moments({name: order[name] for name in filter(state.get, order)})
     else:
-        saved = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+        saved = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name.startswith("model.")
+        }
     misfits = sorted(wanted.keys() ^ saved.keys()) or [
         f"{name} {tuple(tensor.shape)} {tensor.dtype}"
         for name, tensor in saved.items()
         if (tensor.shape, tensor.dtype) != (wanted[name].shape, wanted[name].dtype)
     ]
     if misfits:
-        refuse("E-SHAPE", f"{len(misfits)} tensors do not fit this model, first {misfits[:3]}")
+        refuse(
+            "E-SHAPE",
+            f"{len(misfits)} tensors do not fit this model, first {misfits[:3]}",
+        )
     with torch.no_grad():
         for name, tensor in changing.items():
             tensor.copy_(tensors[name])
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(state.values()))})
+    optimizer.load_state_dict(
+        {**optimizer.state_dict(), "state": dict(enumerate(state.values()))}
+    )
 
 
 def _read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -329,8 +371,12 @@ def _read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if name in like and (like[name].shape, like[name].dtype) == kind:
             tensors[name] = torch.empty_like(like[name])
         else:
-            odd[name] = torch.empty(kept.size, dtype=kept.properties.dtype, device="meta")
-    dcp.load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+            odd[name] = torch.empty(
+                kept.size, dtype=kept.properties.dtype, device="meta"
+            )
+    dcp.load(
+        tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized()
+    )
     return tensors | odd
 
 
@@ -339,7 +385,11 @@ def _moments(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         f"optimizer.{name}.{part}": like
         for name, tensor in parameters.items()
-        for part, like in (("step", torch.zeros(())), ("exp_avg", tensor), ("exp_avg_sq", tensor))
+        for part, like in (
+            ("step", torch.zeros(())),
+            ("exp_avg", tensor),
+            ("exp_avg_sq", tensor),
+        )
     }
 
 
@@ -347,11 +397,15 @@ def _changing(model: nn.Module) -> dict[str, Tensor]:
     """Trainable parameters, tied ones once, and persistent buffers, as ``model.<name>``."""
     persistent = model.state_dict().keys()
     changing = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    changing |= {name: part for name, part in model.named_buffers() if name in persistent}
+    changing |= {
+        name: part for name, part in model.named_buffers() if name in persistent
+    }
     return {f"model.{name}": tensor for name, tensor in changing.items()}
 
 
 def _order(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """The optimizer's parameters by name, in the order of its own numbering."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    return {
+        names[id(p)]: p for group in optimizer.param_groups for p in group["params"]
+    }

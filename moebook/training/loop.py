@@ -93,7 +93,9 @@ def fit(
 
     with ExitStack() as cleanup:
         # Random states and training mode stay as they were.
-        cleanup.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        cleanup.enter_context(
+            torch.random.fork_rng([device] if device.type == "cuda" else [])
+        )
         cleanup.callback(model.train, model.training)
         cleanup.enter_context(plain(model))
         with autocast():
@@ -103,7 +105,14 @@ def fit(
         widen(model)
 
         store = checkpoints.store_of(
-            model, plan, batches, total, output=output, every=every, marks=marks, shards=shards
+            model,
+            plan,
+            batches,
+            total,
+            output=output,
+            every=every,
+            marks=marks,
+            shards=shards,
         )
         if store and accelerator.is_main_process:
             cleanup.enter_context(store.locked())
@@ -117,7 +126,9 @@ def fit(
         measure = partial(_measure, model, trained, milestones)
         history = History(milestones=[{} for _ in milestones])
         if store:
-            history = store.resume(trained, optimizer, schedule, history, measure, total)
+            history = store.resume(
+                trained, optimizer, schedule, history, measure, total
+            )
         else:
             checkpoints.check_marks(marks, 0, total)
         processes.release(model, trained)
@@ -136,19 +147,25 @@ def fit(
             sums = torch.zeros(2, dtype=torch.double).to(labels.device)
 
             # A batch of B rows in parts: one after another in a process, or one a process.
-            for part in range(accelerator.process_index, parts, accelerator.num_processes):
+            for part in range(
+                accelerator.process_index, parts, accelerator.num_processes
+            ):
                 batch, share = batches.part(step, part, parts)
                 batch = send_to_device(batch, accelerator.device)
                 is_last = part + accelerator.num_processes >= parts
                 with _exchanging(accelerator, wrapped, is_last):
                     # The mean over all labels of the batch, whatever part they are in.
                     with autocast():
-                        loss = wrapped(**batch, num_items_in_batch=labels, use_cache=False).loss
+                        loss = wrapped(
+                            **batch, num_items_in_batch=labels, use_cache=False
+                        ).loss
                     # Losses are summed over the parts, but gradients averaged over the processes.
                     loss = loss * accelerator.num_processes
                     extra = torch.zeros_like(loss)
                     if penalty:
-                        extra = _extra(penalty, inner) * (accelerator.num_processes * share)
+                        extra = _extra(penalty, inner) * (
+                            accelerator.num_processes * share
+                        )
                     accelerator.backward(loss + extra)
                 sums += torch.stack([loss.detach(), extra.detach()])
 
@@ -168,7 +185,8 @@ def fit(
                 penalty=extra,
                 norm=norm,
                 seconds=time.perf_counter() - began,
-                tokens=batches.tokens(step) + (history.tokens[-1] if history.tokens else 0),
+                tokens=batches.tokens(step)
+                + (history.tokens[-1] if history.tokens else 0),
             )
             if store:
                 store.save_if_due(trained, optimizer, history, total)
@@ -184,7 +202,9 @@ def _marks(milestones: Milestones) -> frozenset[int]:
     marks = frozenset(step for steps, _ in milestones for step in steps)
     for mark in marks:
         if not isinstance(mark, Integral):
-            refuse("E-TYPE", f"milestones name step {shown(mark)}, expected a whole number")
+            refuse(
+                "E-TYPE", f"milestones name step {shown(mark)}, expected a whole number"
+            )
     return marks
 
 
@@ -213,7 +233,10 @@ def _extra(penalty: Penalty, model: nn.Module) -> Tensor:
     if not isinstance(value, Tensor) or value.dim():
         is_tensor = isinstance(value, Tensor)
         got = f"a tensor {tuple(value.shape)}" if is_tensor else shown(value)
-        refuse("E-SHAPE", f"penalty returns {got}, expected a tensor of one number, as the loss")
+        refuse(
+            "E-SHAPE",
+            f"penalty returns {got}, expected a tensor of one number, as the loss",
+        )
     return value
 
 
@@ -234,7 +257,11 @@ def _stop(
 
 
 def _measure(
-    model: nn.Module, trained: nn.Module, milestones: Milestones, step: int, history: History
+    model: nn.Module,
+    trained: nn.Module,
+    milestones: Milestones,
+    step: int,
+    history: History,
 ) -> None:
     """Call what belongs to a milestone with the whole model."""
     for (steps, measure), measured in zip(milestones, history.milestones, strict=True):
@@ -242,6 +269,7 @@ def _measure(
             continue
         processes.gather(model, trained)
         with torch.random.fork_rng():
-            torch.manual_seed(step)  # whether the steps before it were done just now or not
+            # Whether the steps before it were done just now or not.
+            torch.manual_seed(step)
             measured[step] = measure(model)
         processes.release(model, trained)

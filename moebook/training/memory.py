@@ -17,7 +17,9 @@ class StepMemory:
     """Bytes that one training step holds at its fullest, apart from work space."""
 
     parameters: int  # and buffers
-    kept: int  # by autograd for the backward pass, parameters left out, each tensor once
+    kept: (
+        int  # by autograd for the backward pass, parameters left out, each tensor once
+    )
     trained: int  # gradients and AdamW's two moments of the parameters that require a gradient
 
     @property
@@ -32,7 +34,9 @@ def step_memory(model: nn.Module, batch: Mapping[str, Tensor]) -> StepMemory:
     What trains becomes float32 or wider first, as in `fit`. The model may be any module; a batch
     of token ids is checked.
     """
-    if hasattr(model, "get_input_embeddings"):  # else it is called with whatever it takes
+    if hasattr(
+        model, "get_input_embeddings"
+    ):  # else it is called with whatever it takes
         check_batch("step_memory", model, batch, needs=["labels"])
     widen(model)
 

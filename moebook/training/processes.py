@@ -23,10 +23,13 @@ LOST = re.compile("gloo|NCCL", re.IGNORECASE)
 
 def join(model: nn.Module, recipe: Recipe, shards: Any) -> tuple[Accelerator, Any]:
     """Join the other processes; return what shards, if FSDP2 is to shard what they train."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # else the first device is for good
+    # Else the first device is for good.
+    AcceleratorState._reset_state(reset_partial_state=True)
     on_cpu = next(model.parameters()).device.type == "cpu"
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[unused])
+    accelerator = Accelerator(
+        cpu=on_cpu, mixed_precision="no", kwargs_handlers=[unused]
+    )
 
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and not shards:
         late = "ACCELERATE_USE_FSDP was set too late"
@@ -45,7 +48,10 @@ def join(model: nn.Module, recipe: Recipe, shards: Any) -> tuple[Accelerator, An
         refuse("E-CHOICE", f"optimizer {recipe.optimizer} {why}")
     in_parts = recipe.accumulate * accelerator.num_processes > 1
     if in_parts and not getattr(model, "accepts_loss_kwargs", True):
-        refuse("E-MODEL", f"{type(model).__name__} averages its loss: one process, one part")
+        refuse(
+            "E-MODEL",
+            f"{type(model).__name__} averages its loss: one process, one part",
+        )
     return accelerator, shards
 
 

@@ -104,7 +104,9 @@ def _groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
         own = next((part for part in rates if part in path), None)
         decay = recipe.weight_decay if own is None and name in decayed else 0.0
         rate = recipe.lr if own is None else rates[own]
-        group = groups.setdefault((own, decay), {"params": [], "weight_decay": decay, "lr": rate})
+        group = groups.setdefault(
+            (own, decay), {"params": [], "weight_decay": decay, "lr": rate}
+        )
         group["params"].append(parameter)
     used = {own for own, _ in groups}
     if unused := rates.keys() - used:
@@ -116,7 +118,10 @@ def _groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
 def _paged(model: nn.Module, groups: list[dict[str, Any]], recipe: Recipe) -> Optimizer:
     """Make bitsandbytes' AdamW, whose moments move to main memory when the GPU is full."""
     if not groups[0]["params"][0].is_cuda:
-        refuse("E-DEVICE", f"optimizer {recipe.optimizer} needs a GPU, the model is on none")
+        refuse(
+            "E-DEVICE",
+            f"optimizer {recipe.optimizer} needs a GPU, the model is on none",
+        )
     try:
         from bitsandbytes import optim
     except ImportError:
@@ -124,7 +129,9 @@ def _paged(model: nn.Module, groups: list[dict[str, Any]], recipe: Recipe) -> Op
         refuse("E-DEP", f"optimizer {recipe.optimizer} needs a package: {remedy}")
     manager = optim.GlobalOptimManager.get_instance()
     for module in model.modules():
-        if isinstance(module, nn.Embedding):  # 8 bits are too few for it, its authors say
+        if isinstance(
+            module, nn.Embedding
+        ):  # 8 bits are too few for it, its authors say
             manager.register_module_override(module, "weight", {"optim_bits": 32})
     bits = 8 if recipe.optimizer == "paged_8bit" else 32
     return optim.AdamW(groups, betas=recipe.betas, is_paged=True, optim_bits=bits)

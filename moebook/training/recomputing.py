@@ -8,5 +8,7 @@ from typing import Any
 
 def recompute(model: Any) -> None:
     """Let a model of transformers keep no activations inside its layers when it trains."""
-    with warnings.catch_warnings(action="ignore"):  # of the name, which transformers is changing
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # of the name, which transformers is changing
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -44,12 +44,18 @@ Made = TypeVar("Made")
 def adopt(accelerator: Accelerator) -> bool:
     """Say whether ``accelerate launch`` asks for FSDP2; refuse what would not be obeyed."""
     state = accelerator.state
-    if state.distributed_type == "MULTI_CPU" and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+    if state.distributed_type == "MULTI_CPU" and parse_flag_from_env(
+        "ACCELERATE_USE_FSDP"
+    ):
         if torch.accelerator.is_available():  # fully_shard would take the model there
-            refuse("E-DEVICE", "FSDP2 with a model on the CPU, beside a GPU: hide it "
-                   "(CUDA_VISIBLE_DEVICES= ) or put the model there")  # fmt: skip
+            refuse(
+                "E-DEVICE",
+                "FSDP2 with a model on the CPU, beside a GPU: hide it "
+                "(CUDA_VISIBLE_DEVICES= ) or put the model there",
+            )
         state.distributed_type = DistributedType.FSDP
-        state.fsdp_plugin = FullyShardedDataParallelPlugin()  # of the launcher's variables
+        # Of the launcher's variables.
+        state.fsdp_plugin = FullyShardedDataParallelPlugin()
     if state.distributed_type != "FSDP":
         return False
     plugin = state.fsdp_plugin
@@ -61,8 +67,11 @@ def adopt(accelerator: Accelerator) -> bool:
         "fsdp_cpu_ram_efficient_loading: true": plugin.cpu_ram_efficient_loading,
     }
     if wrong := next((name for name, found in asked.items() if found), None):
-        refuse("E-CHOICE", f"accelerate's configuration says {wrong}, which would not be "
-               "obeyed: take one of recipes/fsdp2_*.yaml")  # fmt: skip
+        refuse(
+            "E-CHOICE",
+            f"accelerate's configuration says {wrong}, which would not be "
+            "obeyed: take one of recipes/fsdp2_*.yaml",
+        )
     return True
 
 
@@ -70,8 +79,13 @@ def twin(model: nn.Module) -> nn.Module:
     """Copy a model's modules, with their hooks, around its own parameters and buffers."""
     if len(dtypes := {p.dtype for p in model.parameters() if p.requires_grad}) > 1:
         names = " and ".join(sorted(map(str, dtypes)))
-        refuse("E-DTYPE", f"{names} train together; FSDP2 needs one dtype: load it in float32")
-    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
+        refuse(
+            "E-DTYPE",
+            f"{names} train together; FSDP2 needs one dtype: load it in float32",
+        )
+    return copy.deepcopy(
+        model, {id(t): t for t in chain(model.parameters(), model.buffers())}
+    )
 
 
 def agreed(work: Callable[[], Made]) -> Made:
@@ -91,20 +105,32 @@ def agreed(work: Callable[[], Made]) -> Made:
 
 
 def write(
-    target: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes], **facts: Any
+    target: Path,
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, bytes],
+    **facts: Any,
 ) -> None:
     """Write a new, sealed folder as `checkpoint.write` does, each process its own shards."""
     first = runtime.processes()[0] == 0
-    local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+    local = {
+        n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()
+    }
 
     def begin() -> Path:
         checkpoint.check_finite(local, "cannot be saved")
-        return stack.enter_context(checkpoint.building(target, **facts)) if first else target
+        return (
+            stack.enter_context(checkpoint.building(target, **facts))
+            if first
+            else target
+        )
 
     def fill() -> None:
         if not stage.is_dir():
-            refuse("E-PATH", f"{stage.parent} is not the first process's: checkpoints of several "
-                   "machines need a folder that all of them share")  # fmt: skip
+            refuse(
+                "E-PATH",
+                f"{stage.parent} is not the first process's: checkpoints of several "
+                "machines need a folder that all of them share",
+            )
         for name, content in files.items() if first else ():
             (stage / name).write_bytes(content)
 

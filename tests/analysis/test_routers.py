@@ -69,7 +69,9 @@ def by_hand(model, batch):
 
 
 @each_family
-def test_statistics_are_those_of_numpy_and_scipy_over_real_tokens(family, model_of, batch):
+def test_statistics_are_those_of_numpy_and_scipy_over_real_tokens(
+    family, model_of, batch
+):
     model = model_of(family).train()
     frame = routers.statistics(model, [batch, batch])
     assert model.training
@@ -88,7 +90,9 @@ def norms(parameters):
 
 
 @each_family
-def test_gradients_are_those_of_backward_and_a_summary_takes_means(family, model_of, batch):
+def test_gradients_are_those_of_backward_and_a_summary_takes_means(
+    family, model_of, batch
+):
     model = model_of(family)
     frame = routers.gradients(model, batch)
     means = routers.summary(model, [batch], batch)
@@ -134,7 +138,9 @@ def short(batch):
 
 
 @each_family
-def test_decisions_are_the_largest_logits_of_real_tokens(family, model_of, batch, short):
+def test_decisions_are_the_largest_logits_of_real_tokens(
+    family, model_of, batch, short
+):
     model = model_of(family)
     activated = routers.activated(model, [batch, short])
     assert activated.shape[:2] == (2, 19 + 5)
@@ -181,7 +187,9 @@ WORKED = [  # shares by domain; entropy of the load, largest share, distance of 
 
 
 @pytest.mark.parametrize(("shares", "load_entropy", "largest", "distance"), WORKED)
-def test_load_and_specialisation_of_shares_worked_by_hand(shares, load_entropy, largest, distance):
+def test_load_and_specialisation_of_shares_worked_by_hand(
+    shares, load_entropy, largest, distance
+):
     load = routing.load(frame(shares))
     assert load.entropy.tolist() == pytest.approx([load_entropy], abs=1e-4)
     assert load.largest.tolist() == pytest.approx([largest])
@@ -314,7 +322,8 @@ def test_distant_groups_stay_apart_and_the_layout_repeats(method, monkeypatch):
 
 def test_torch_keeps_its_number_of_threads_even_when_a_projection_fails(monkeypatch):
     def fit(layer):
-        torch.set_num_threads(before + 1)  # as numba does when UMAP starts it, once a process
+        # As numba does when UMAP starts it, once a process.
+        torch.set_num_threads(before + 1)
         return 1 / 0
 
     before = torch.get_num_threads()

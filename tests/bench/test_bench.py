@@ -154,7 +154,9 @@ def test_a_step_has_the_products_that_the_plain_loop_does_and_its_gradients(
         plain.run()
     counted = counter.get_flop_counts()["Global"]
     products = counted[torch.ops.aten.mm] + counted.get(torch.ops.aten.addmm, 0)
-    assert 0 <= products - case.flops < 1e-5 * products  # the angles of rotary positions
+    assert (
+        0 <= products - case.flops < 1e-5 * products
+    )  # the angles of rotary positions
 
     monkeypatch.setattr(steps.mnn.experts, "dropout", lambda x, share: 1.01 * x)
     assert not bench.errors(["pesc_step"], device="cpu")["right"].any()
@@ -221,7 +223,9 @@ def test_growth_fits_the_power_law_through_the_ends_and_curves_take_the_fastest_
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_whole_run_is_kept_only_of_stated_settings(tiny, project, monkeypatch, capsys, kept):
+def test_a_whole_run_is_kept_only_of_stated_settings(
+    tiny, project, monkeypatch, capsys, kept
+):
     text = report.table(tiny)
     assert "experts / fine" in text
     assert "grouped_mm" in text
@@ -294,7 +298,9 @@ def test_the_committed_run_of_a_gpu_has_the_counts_of_its_sizes():
     assert ours.loc[("adapters", "forward"), "traffic"] == 2 * 16384 * 4096 * 2
 
 
-def test_a_run_on_a_gpu_has_its_name_and_one_beside_it_is_of_the_cpu(tiny, project, monkeypatch):
+def test_a_run_on_a_gpu_has_its_name_and_one_beside_it_is_of_the_cpu(
+    tiny, project, monkeypatch
+):
     machine = {
         "accelerator": "NVIDIA H200",
         "accelerator_memory": 10**9,
@@ -341,12 +347,16 @@ def test_bad_input_ends_in_one_line(project, capsys, arguments, message):
     assert error.count("\n") == 1
 
 
-def test_peers_are_listed_one_op_leaves_no_record_and_outside_a_project_none_runs(project, capsys):
+def test_peers_are_listed_one_op_leaves_no_record_and_outside_a_project_none_runs(
+    project, capsys
+):
     assert cli.main(["bench", "--peers"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in running.PEERS)
     assert bench.installed().loc["numpy", "version"] == np.__version__
-    assert cli.main("bench balance_loss --scale tiny --rounds 1 --device cpu".split()) == 0
+    assert (
+        cli.main("bench balance_loss --scale tiny --rounds 1 --device cpu".split()) == 0
+    )
     shown = capsys.readouterr().out
     assert "balance_loss / fine" in shown
     assert "exponent" in shown
@@ -356,7 +366,9 @@ def test_peers_are_listed_one_op_leaves_no_record_and_outside_a_project_none_run
     assert capsys.readouterr().err.startswith("E-PATH: no _config.yml")
 
 
-def test_rows_by_the_shard_are_timed_here_and_with_more_and_more_workers(monkeypatch, capsys):
+def test_rows_by_the_shard_are_timed_here_and_with_more_and_more_workers(
+    monkeypatch, capsys
+):
     ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 2.0})
     workers = []
     monkeypatch.setattr("moebook.cluster.joined", lambda *_: nullcontext(ray))

@@ -78,17 +78,28 @@ class Chromium:
 
     def resize(self, width, height):
         """Set the size of the page in CSS pixels."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        size = {
+            "width": width,
+            "height": height,
+            "deviceScaleFactor": 1,
+            "mobile": False,
+        }
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def violations(self):
         """What axe-core finds critical or serious in the page: rule and first place."""
-        package = importlib.util.find_spec("axe_playwright_python")  # for the script it carries
-        self.run(f"{Path(package.origin).with_name('axe.min.js').read_text('utf-8')}; null")
+        # For the script it carries.
+        package = importlib.util.find_spec("axe_playwright_python")
+        self.run(
+            f"{Path(package.origin).with_name('axe.min.js').read_text('utf-8')}; null"
+        )
         how = json.dumps({"resultTypes": ["violations"], "runOnly": RULES})
         found = self.run(f"axe.run(document, {how}).then(all => all.violations)")
-        return [f"{one['id']} at {one['nodes'][0]['target'][0]}" for one in found
-                if one["impact"] in ("critical", "serious")]  # fmt: skip
+        return [
+            f"{one['id']} at {one['nodes'][0]['target'][0]}"
+            for one in found
+            if one["impact"] in ("critical", "serious")
+        ]
 
     def close(self):
         """End the browser."""

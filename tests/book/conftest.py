@@ -35,7 +35,9 @@ PAGES = 30
 def project(tmp_path):
     """A project whose book has several pages; all of them name its edition."""
     (tmp_path / "book").mkdir()
-    (tmp_path / "_config.yml").write_text('{"title": "A", "execute": {"execute_notebooks": "off"}}')
+    (tmp_path / "_config.yml").write_text(
+        '{"title": "A", "execute": {"execute_notebooks": "off"}}'
+    )
     chapters = [{"file": f"page_{number}"} for number in range(PAGES)]
     parts = [{"caption": "All", "chapters": chapters}]
     toc = {"format": "jb-book", "root": "intro", "parts": parts}

@@ -13,7 +13,9 @@ from chromium import Chromium, installed
 
 TALLEST, LARGEST, PHONE = 12_000, 3_000_000, 420
 STILL = "document.head.insertAdjacentHTML('beforeend', '<style>* {transition: none !important}')"
-THEME = "Object.assign(document.documentElement.dataset, {theme: '%s', mode: '%s'}); null"
+THEME = (
+    "Object.assign(document.documentElement.dataset, {theme: '%s', mode: '%s'}); null"
+)
 SIZE = "document.documentElement.%s"
 FOLD = "document.querySelector('.moe-fold')?.click()"
 
@@ -47,10 +49,15 @@ def main(site):
     with tempfile.TemporaryDirectory() as profile:
         browser = Chromium(installed(), profile)
         for page in sorted(Path(site).resolve().rglob("*.html")):
-            if "_static" in page.parts or page.name == "index.html":  # which leads to the first
+            if (
+                "_static" in page.parts or page.name == "index.html"
+            ):  # which leads to the first
                 continue
             found = list(faults(browser, page))
-            print(f"{'FAILS' if found else 'ok   '} {page.name}: {'; '.join(found)}", flush=True)
+            print(
+                f"{'FAILS' if found else 'ok   '} {page.name}: {'; '.join(found)}",
+                flush=True,
+            )
             right &= not found
         browser.close()
     return right
@@ -58,5 +65,7 @@ def main(site):
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or installed() is None:
-        sys.exit("usage: python tests/book/gate.py _build/html, with Chromium on the PATH")
+        sys.exit(
+            "usage: python tests/book/gate.py _build/html, with Chromium on the PATH"
+        )
     sys.exit(not main(sys.argv[1]))

@@ -28,16 +28,31 @@ def _notebook(name="pesc"):
     """A small executed notebook: text, a formula, a figure, a table and a recorded value."""
     figure = io.BytesIO()
     plotting.loads({"layer 0": [0.5, 0.5]}).savefig(figure)
-    picture = {"mystnb": {"figure": {"caption": "Load by expert.", "name": f"fig-{name}"},
-                          "image": {"alt": "One bar of two equal parts."}}}  # fmt: skip
+    picture = {
+        "mystnb": {
+            "figure": {"caption": "Load by expert.", "name": f"fig-{name}"},
+            "image": {"alt": "One bar of two equal parts."},
+        }
+    }
     value = {"application/vnd.moebook.value+json": VALUE, f"{GLUE}text/plain": "0.43"}
     glue = {"scrapbook": {"name": "pesc/dense/accuracy", "mime_prefix": GLUE}}
     table = "<table class='dataframe'><tr><th>accuracy</th></tr><tr><td>0.43</td></tr></table>"
     formula = "# PESC\n\nWith $E$ experts:\n\n$$\ny = \\sum_{i=1}^{E} g_i A_i\n$$"
-    cells = [{"cell_type": "markdown", "id": f"text-{len(text)}", "metadata": {}, "source": text}
-             for text in (formula, "## Accuracy of the dense model")]  # fmt: skip
+    cells = [
+        {
+            "cell_type": "markdown",
+            "id": f"text-{len(text)}",
+            "metadata": {},
+            "source": text,
+        }
+        for text in (formula, "## Accuracy of the dense model")
+    ]
     png = {"image/png": base64.b64encode(figure.getvalue()).decode()}
-    cells += [_code(png, {}, picture), _code({"text/html": table}, {}, {}), _code(value, glue, {})]
+    cells += [
+        _code(png, {}, picture),
+        _code({"text/html": table}, {}, {}),
+        _code(value, glue, {}),
+    ]
     metadata = {"language_info": {"name": "python", "pygments_lexer": "ipython3"}}
     return {"nbformat": 4, "nbformat_minor": 5, "metadata": metadata, "cells": cells}
 
@@ -51,16 +66,27 @@ def _code(data, metadata, cell):
 def _run(name, tier, seed=0):
     """A run; of pesc with both arms, of which the sparse one is better by a twentieth."""
     manifest = {
-        "date": "2026-01-02T03:04:05+00:00", "seconds": 252.3, "peak_memory": 1_300_000_000,
-        "environment": {"cpu": "A processor", "cores": 2, "accelerator": None}, "overrides": {},
+        "date": "2026-01-02T03:04:05+00:00",
+        "seconds": 252.3,
+        "peak_memory": 1_300_000_000,
+        "environment": {"cpu": "A processor", "cores": 2, "accelerator": None},
+        "overrides": {},
         "commit": {"id": "0123456789abcdef", "dirty": False},
-    }  # fmt: skip
+    }
     right = {"dense": 50, "sparse": 60 + seed} if name == "pesc" else {}
-    items = {arm: tuple(float(item < count) for item in range(100)) for arm, count in right.items()}
-    values = [Value(f"pesc/{a}/accuracy", right[a] / 100, "share", x) for a, x in items.items()]
+    items = {
+        arm: tuple(float(item < count) for item in range(100))
+        for arm, count in right.items()
+    }
+    values = [
+        Value(f"pesc/{a}/accuracy", right[a] / 100, "share", x)
+        for a, x in items.items()
+    ]
     protocol = "nano" if tier == "study" else tier
     base = {"base": "nano"}
-    return Run(name, protocol, tier, seed, tuple(values), settings=base, manifest=manifest)
+    return Run(
+        name, protocol, tier, seed, tuple(values), settings=base, manifest=manifest
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,9 +104,13 @@ def _render(folder):
     shutil.copytree(ROOT / "notebooks", folder / "notebooks")
     for name in ("moebook", "tests", "_config.yml"):
         (folder / name).symlink_to(ROOT / name)
-    for path in (folder / "notebooks").glob("01_pesc.*.yaml"):  # of which one decides here
+    for path in (folder / "notebooks").glob(
+        "01_pesc.*.yaml"
+    ):  # of which one decides here
         head = re.sub(r"# Decides: .*\n", "", path.read_text())
-        mine = "# Decides: pesc.sparse-beats-dense\n" * (path.name == "01_pesc.nano.yaml")
+        mine = "# Decides: pesc.sparse-beats-dense\n" * (
+            path.name == "01_pesc.nano.yaml"
+        )
         path.write_text(mine + head)
     for page in book.notebook_pages(folder):
         copy = folder / "book" / "notebooks" / f"{page}.ipynb"
@@ -89,7 +119,8 @@ def _render(folder):
     pool = folder / "results" / "pesc" / "nano"
     for seed in range(3):
         write_run(pool / f"{seed}.parquet", _run("pesc", "study", seed))
-    generated.write(folder)  # here, where all is imported; else the build starts a process
+    # Here, where all is imported; else the build starts a process.
+    generated.write(folder)
     book.build("smoke", folder)
     return folder
 
@@ -123,7 +154,11 @@ def site(project):
 def small(tmp_path):
     """A project with a book of two pages, one of them an executed notebook."""
     chapters = [{"file": "found"}, {"file": "notebooks/01_pesc"}]
-    toc = {"format": "jb-book", "root": "intro", "parts": [{"caption": "A", "chapters": chapters}]}
+    toc = {
+        "format": "jb-book",
+        "root": "intro",
+        "parts": [{"caption": "A", "chapters": chapters}],
+    }
     (tmp_path / "book" / "notebooks").mkdir(parents=True)
     _write(tmp_path / "book" / "_toc.yml", toc)
     config = {"title": "A", "execute": {"execute_notebooks": "off"}}
@@ -135,14 +170,25 @@ def small(tmp_path):
     return tmp_path
 
 
-def test_all_pages_are_rendered_and_a_live_one_has_a_badge_and_leads_to_its_findings(site, project):
+def test_all_pages_are_rendered_and_a_live_one_has_a_badge_and_leads_to_its_findings(
+    site, project
+):
     toc = (ROOT / "book" / "_toc.yml").read_text(encoding="utf-8")
     pages = re.findall(r"(?:root|file): (\S+)", toc)
     assert len(pages) > 10
     assert [page for page in pages if not (site / f"{page}.html").is_file()] == []
-    live, findings = _page(site, "notebooks/01_pesc"), _page(site, "notebooks/01_pesc_findings")
-    for fact in ("4 min 12 s", "1.3 GB", "2 × A processor", "0123456", "numbers mean nothing",
-                 "Full-size runs: nano (3 seeds)"):  # fmt: skip
+    live, findings = (
+        _page(site, "notebooks/01_pesc"),
+        _page(site, "notebooks/01_pesc_findings"),
+    )
+    for fact in (
+        "4 min 12 s",
+        "1.3 GB",
+        "2 × A processor",
+        "0123456",
+        "numbers mean nothing",
+        "Full-size runs: nano (3 seeds)",
+    ):
         assert fact in live
     assert re.search(r'href="01_pesc_findings.html"><span[^>]*>the findings', live)
     assert "moe-cost" in live and "moe-cost" not in findings
@@ -150,10 +196,15 @@ def test_all_pages_are_rendered_and_a_live_one_has_a_badge_and_leads_to_its_find
     for page in book.notebook_pages(project):
         ways = re.findall(start, _page(site, f"notebooks/{page}"))
         assert ways == [f"notebooks/{page}.ipynb"] * 2 and (ROOT / ways[0]).is_file()
-    assert json.loads((project / "book/notebooks/01_pesc.ipynb").read_text()) == _notebook()
+    assert (
+        json.loads((project / "book/notebooks/01_pesc.ipynb").read_text())
+        == _notebook()
+    )
 
 
-def test_claims_stand_in_the_ledger_and_among_findings_with_pictures_of_what_ran(site, project):
+def test_claims_stand_in_the_ledger_and_among_findings_with_pictures_of_what_ran(
+    site, project
+):
     ledger, found = _page(site, "ledger"), _page(site, "found")
     for claim in papers.claims():
         assert f'id="{claim.id}"' in ledger and f'"ledger.html#{claim.id}"' in found
@@ -165,27 +216,47 @@ def test_claims_stand_in_the_ledger_and_among_findings_with_pictures_of_what_ran
     told = "<strong>Holds</strong> at 1 M: +11.0 points"
     for page, picture in (("found", "found_pesc.svg"), ("intro", "found_front.svg")):
         text = _page(site, page)
-        assert told in text and re.search(rf'<img alt="Forest plot[^>]*/{picture}"', text)
+        assert told in text and re.search(
+            rf'<img alt="Forest plot[^>]*/{picture}"', text
+        )
         assert (site / "_images" / picture).is_file()
     assert "found_esft" not in _page(site, "found"), "a picture of nothing"
     drawn = {path.name for path in (project / "book" / "_generated").glob("*.svg")}
     assert drawn == {"found_pesc.svg", "found_front.svg"}
 
 
-def test_a_warning_and_a_copy_with_an_error_or_without_its_run_are_refused(small, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(Refusal, match=r"warnings: .*found.*no-su"):
+def test_a_warning_and_a_copy_with_an_error_or_without_its_run_are_refused(
+    small, monkeypatch
+):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(Refusal, match=r"warnings: .*found.*no-su"),
+    ):
         patch.setattr(book, "_pages_are_current", lambda folder: True)
         (small / "book" / "found.md").write_text("# Found\n\n{ref}`no-such-place`\n")
         book.build("smoke", small)
     assert "no-such-place" in (small / "_build" / "book.log").read_text()
     copy, notebook = small / "book" / "notebooks" / "01_pesc.ipynb", _notebook()
-    error = {"output_type": "error", "ename": "ValueError", "evalue": "no", "traceback": []}
+    error = {
+        "output_type": "error",
+        "ename": "ValueError",
+        "evalue": "no",
+        "traceback": [],
+    }
     notebook["cells"][3]["outputs"] = [error]
     _write(copy, notebook)
     refused("cell 4 holds ValueError", book.build, "smoke", small)
-    for suffix, message in ((".parquet", "has no run beside it"), (".ipynb", "is missing")):
+    for suffix, message in (
+        (".parquet", "has no run beside it"),
+        (".ipynb", "is missing"),
+    ):
         copy.with_suffix(suffix).unlink()
-        refused(f"{message}.*; run: moebook book --tier cpu --only pesc", book.build, "cpu", small)
+        refused(
+            f"{message}.*; run: moebook book --tier cpu --only pesc",
+            book.build,
+            "cpu",
+            small,
+        )
 
 
 RAW = r"""document.querySelectorAll('.math:not(:has(mjx-container))').length
@@ -194,8 +265,13 @@ RAW = r"""document.querySelectorAll('.math:not(:has(mjx-container))').length
 
 
 @pytest.mark.browser
-def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen(site, browser):
-    pages, formulas = [page for page in site.rglob("*.html") if "_static" not in page.parts], 0
+def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen(
+    site, browser
+):
+    pages, formulas = (
+        [page for page in site.rglob("*.html") if "_static" not in page.parts],
+        0,
+    )
     browser.resize(400, 800)
     for page in pages:
         if page.name == "index.html":  # which only sends the reader on to the first one
@@ -204,14 +280,22 @@ def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen
         formulas += browser.run("document.querySelectorAll('mjx-container').length")
         assert browser.run(RAW) == 0, page
         assert browser.run("document.documentElement.scrollWidth") <= 400, page
-        missing = "[...document.images].filter(e => !e.alt && !e.ariaHidden).map(e => e.src)"
+        missing = (
+            "[...document.images].filter(e => !e.alt && !e.ariaHidden).map(e => e.src)"
+        )
         assert browser.run(missing) == [], page
-    outside = [url for url in browser.requests if not url.startswith(("file:", "data:", "about:"))]
+    outside = [
+        url
+        for url in browser.requests
+        if not url.startswith(("file:", "data:", "about:"))
+    ]
     assert outside == [] == browser.errors and formulas > 50
 
 
 @pytest.mark.browser
-def test_the_pdf_is_printed_by_a_browser_and_needs_one(small, browser, tmp_path, monkeypatch):
+def test_the_pdf_is_printed_by_a_browser_and_needs_one(
+    small, browser, tmp_path, monkeypatch
+):
     (small / "book" / "found.md").write_text("# Found\n")
     (small / "book" / "_config.yml").rename(small / "_config.yml")
     path = pdf.write(tmp_path / "book.pdf", small)
@@ -221,22 +305,36 @@ def test_the_pdf_is_printed_by_a_browser_and_needs_one(small, browser, tmp_path,
 
 
 @pytest.mark.browser
-def test_slides_show_idea_findings_figures_and_turn_by_keyboard(project, browser, tmp_path):
+def test_slides_show_idea_findings_figures_and_turn_by_keyboard(
+    project, browser, tmp_path
+):
     decks = slides.write(tmp_path, project)
     assert [deck.stem for deck in decks] == list(papers.PAPERS)
     browser.resize(1280, 720)
     browser.open(decks[0].as_uri())
-    titles = browser.run("[...document.querySelectorAll('section > h1, section > h2')]"
-                         ".map(title => title.textContent)")  # fmt: skip
+    titles = browser.run(
+        "[...document.querySelectorAll('section > h1, section > h2')]"
+        ".map(title => title.textContent)"
+    )
     assert titles[:2] == ["PESC", "The idea"] and titles[-1] == "PESC: exercises"
     assert any(title.startswith("What we found: ") for title in titles)
-    assert browser.run("[...document.images].every(one => one.alt && one.naturalWidth > 9)")
+    assert browser.run(
+        "[...document.images].every(one => one.alt && one.naturalWidth > 9)"
+    )
     assert browser.run("document.querySelectorAll('mjx-container').length") > 1
     for number in range(len(titles)):
         assert browser.run("Reveal.getIndices().h") == number
-        assert browser.run("Reveal.getCurrentSlide().scrollHeight") <= 720, titles[number]
-        browser.run("document.dispatchEvent(new KeyboardEvent('keydown', {keyCode: 39})); null")
-    assert [url for url in browser.requests if url.startswith("http")] == [] == browser.errors
+        assert browser.run("Reveal.getCurrentSlide().scrollHeight") <= 720, titles[
+            number
+        ]
+        browser.run(
+            "document.dispatchEvent(new KeyboardEvent('keydown', {keyCode: 39})); null"
+        )
+    assert (
+        [url for url in browser.requests if url.startswith("http")]
+        == []
+        == browser.errors
+    )
 
 
 @pytest.mark.browser
@@ -245,15 +343,24 @@ def test_the_gate_finds_every_fault_of_a_wrong_page_alone(site, browser, tmp_pat
     assert list(gate.faults(browser, page)) == []
     wide = "<p style='width: 500px; height: 13000px'>wide</p><img src='http://127.0.0.1:9/x.png'>"
     wrong = page.with_name("wrong.html")
-    wrong.write_text(page.read_text("utf-8").replace("</article>", f"{wide}</article>"), "utf-8")
+    wrong.write_text(
+        page.read_text("utf-8").replace("</article>", f"{wide}</article>"), "utf-8"
+    )
     found = " ".join(gate.faults(browser, wrong))
-    for fault in ("px tall", "light: image-alt", "dark: image-alt", "px wide on a phone",
-                  "asks for http://127.0.0.1:9"):  # fmt: skip
+    for fault in (
+        "px tall",
+        "light: image-alt",
+        "dark: image-alt",
+        "px wide on a phone",
+        "asks for http://127.0.0.1:9",
+    ):
         assert fault in found
 
 
 @pytest.mark.browser
-def test_one_button_folds_all_code_of_a_notebooks_page_and_shows_it_again(site, browser):
+def test_one_button_folds_all_code_of_a_notebooks_page_and_shows_it_again(
+    site, browser
+):
     browser.open((site / "notebooks" / "01_pesc.html").as_uri())
     button, shown = "document.querySelector('.moe-fold')", []
     for text in ("Fold all code", "Show all code", "Fold all code"):

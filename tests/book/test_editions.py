@@ -10,7 +10,9 @@ from moebook.notebook import pages
 from workshop import editions, readme
 
 PAGES = sorted(editions.BOOK.glob("*_exercises.md"))
-NOTES = yaml.safe_load((editions.BOOK.parent / "workshop" / "notes.yaml").read_text("utf-8"))
+NOTES = yaml.safe_load(
+    (editions.BOOK.parent / "workshop" / "notes.yaml").read_text("utf-8")
+)
 
 
 def _pairs(notebook):
@@ -22,12 +24,17 @@ def _pairs(notebook):
 def test_every_exercise_has_minutes_a_hint_and_a_question_and_no_note_is_of_another():
     labels = [task.label for page in PAGES for task in editions.exercises(page)[1]]
     assert sorted(labels) == sorted(NOTES) and len(labels) > 30
-    assert all(note["minutes"] > 0 and note["hint"] and note["asked"] for note in NOTES.values())
+    assert all(
+        note["minutes"] > 0 and note["hint"] and note["asked"]
+        for note in NOTES.values()
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_stub_fails_in_place_and_a_solution_passes(page, tmp_path, capsys):
-    student, instructor = (editions.notebook(page, edition) for edition in editions.EDITIONS)
+    student, instructor = (
+        editions.notebook(page, edition) for edition in editions.EDITIONS
+    )
     tasks = editions.exercises(page)[1]
     coded = [task for task in tasks if task.code]
     assert len(_pairs(student)) == len(_pairs(instructor)) == len(coded) >= 2
@@ -38,15 +45,24 @@ def test_a_stub_fails_in_place_and_a_solution_passes(page, tmp_path, capsys):
     for solution, check in _pairs(instructor):
         exec(f"{solution}\n{check}", {})
     assert capsys.readouterr().out == "passed\n" * len(coded)
-    texts = {kind: "\n".join(cell.source for cell in notebook.cells)
-             for kind, notebook in (("student", student), ("instructor", instructor))}  # fmt: skip
+    texts = {
+        kind: "\n".join(cell.source for cell in notebook.cells)
+        for kind, notebook in (("student", student), ("instructor", instructor))
+    }
     for task in tasks:
-        assert task.solution in texts["instructor"] and task.solution not in texts["student"]
+        assert (
+            task.solution in texts["instructor"]
+            and task.solution not in texts["student"]
+        )
         assert NOTES[task.label]["hint"] in texts["student"]
-    assert not re.search(r"\{[\w:]+\}`|^:::|^:\w+:", "\n".join(texts.values()), re.MULTILINE)
+    assert not re.search(
+        r"\{[\w:]+\}`|^:::|^:\w+:", "\n".join(texts.values()), re.MULTILINE
+    )
 
 
-def test_both_editions_are_written_as_valid_notebooks_and_equal_at_every_build(tmp_path):
+def test_both_editions_are_written_as_valid_notebooks_and_equal_at_every_build(
+    tmp_path,
+):
     written = editions.write(tmp_path)
     assert len(written) == 2 * len(PAGES)
     first = {path: path.read_bytes() for path in written}
@@ -61,8 +77,13 @@ def test_the_readme_says_what_the_committed_runs_found():
     assert readme.found(editions.BOOK.parent).count("\n") == 5
 
 
-def test_a_course_is_told_changes_and_values_by_its_protocols_and_cost_by_its_runs(tmp_path):
+def test_a_course_is_told_changes_and_values_by_its_protocols_and_cost_by_its_runs(
+    tmp_path,
+):
     page = pages.taught(editions.BOOK.parent)
-    assert page.count("<tr><td") == 7 and "moebook run esft --on class -p p_gate=0.3" in page
+    assert (
+        page.count("<tr><td") == 7
+        and "moebook run esft --on class -p p_gate=0.3" in page
+    )
     assert len(re.findall(r">\d\d s of one core of \w", page)) == 7
     assert pages.taught(tmp_path) == "No run of a course is on record.\n"

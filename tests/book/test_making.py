@@ -24,19 +24,25 @@ def project(tmp_path, monkeypatch):
     tier = 'tier: str = "cpu"  # scale {smoke, cpu}'
     declared = new_code_cell(tier, metadata={"tags": ["parameters"]})
     begin = "from moebook import notebook\nrun = notebook.begin(In, globals())"
-    findings = new_notebook(cells=[declared, new_code_cell(begin), new_code_cell(FINDINGS)])
+    findings = new_notebook(
+        cells=[declared, new_code_cell(begin), new_code_cell(FINDINGS)]
+    )
     results.write(folder / "notebooks" / "01_toy_findings.ipynb", json.dumps(findings))
     (folder / "results").mkdir()
     monkeypatch.setattr(book, "build", lambda *given: None)
     monkeypatch.setattr(book, "_pages_are_current", lambda folder: True)
     monkeypatch.setattr(book, "PREPARE", "gc:collect")
-    monkeypatch.setattr(warm, "warm", partial(warm.warm, libraries=["ipykernel.kernelapp"]))
+    monkeypatch.setattr(
+        warm, "warm", partial(warm.warm, libraries=["ipykernel.kernelapp"])
+    )
     return folder
 
 
 def printed(project):
     """What the page of the findings prints."""
-    page = json.loads((project / "book" / "notebooks" / "01_toy_findings.ipynb").read_text())
+    page = json.loads(
+        (project / "book" / "notebooks" / "01_toy_findings.ipynb").read_text()
+    )
     return "".join(out.get("text", "") for out in page["cells"][-1]["outputs"])
 
 
@@ -44,20 +50,24 @@ def test_only_what_has_changed_is_executed_again(project, capsys, monkeypatch):
     book.make("smoke", None, project)
     executed = capsys.readouterr().out.splitlines()
     assert sorted(line.partition(":")[0] for line in executed) == [
-        "toy at smoke", "toy_findings at cpu"
-    ]  # fmt: skip
+        "toy at smoke",
+        "toy_findings at cpu",
+    ]
     assert all(line.endswith(" s") for line in executed) and printed(project) == "[]\n"
     page = project / "book" / "notebooks" / "01_toy.ipynb"
-    assert results.read_run(page.with_suffix(".parquet")).manifest["executed"] == results.digest(
-        page
-    )
+    assert results.read_run(page.with_suffix(".parquet")).manifest[
+        "executed"
+    ] == results.digest(page)
 
     with monkeypatch.context() as patch:  # nothing is started
         patch.setattr(warm, "warm", None)
         before = page.stat().st_mtime_ns
         book.make("smoke", None, project)
     same = "unchanged, not executed again"
-    assert capsys.readouterr().out == f"toy at smoke: {same}\ntoy_findings at cpu: {same}\n"
+    assert (
+        capsys.readouterr().out
+        == f"toy at smoke: {same}\ntoy_findings at cpu: {same}\n"
+    )
     assert page.stat().st_mtime_ns == before
 
     (project / "results" / "new.parquet").touch()
@@ -105,7 +115,9 @@ def is_current(folder):
     return freshness.is_current(folder / "book" / "_generated", made_of)
 
 
-@pytest.mark.parametrize(("name", "current"), [*MADE_OF, ("book/_generated/made_of.json", False)])
+@pytest.mark.parametrize(
+    ("name", "current"), [*MADE_OF, ("book/_generated/made_of.json", False)]
+)
 @pytest.mark.parametrize("change", ["altered", "gone"])
 def test_generated_pages_are_current_until_what_they_are_made_of_changes(
     pages, name, current, change

@@ -25,10 +25,21 @@ def _pool(sparse, *, base="nano", tier="study", step=1):
     protocol, seeds = (base, 3) if tier == "study" else (tier, 1)
     runs = []
     for seed in range(seeds):
-        rights = {"dense": 100, "sparse": round(200 * sparse) + step * (seed - seeds // 2)}
-        items = {arm: tuple(float(k < right) for k in range(200)) for arm, right in rights.items()}
-        values = (Value(f"pesc/{a}/accuracy", sum(x) / 200, "share", x) for a, x in items.items())
-        runs.append(Run("pesc", protocol, tier, seed, tuple(values), settings={"base": base}))
+        rights = {
+            "dense": 100,
+            "sparse": round(200 * sparse) + step * (seed - seeds // 2),
+        }
+        items = {
+            arm: tuple(float(k < right) for k in range(200))
+            for arm, right in rights.items()
+        }
+        values = (
+            Value(f"pesc/{a}/accuracy", sum(x) / 200, "share", x)
+            for a, x in items.items()
+        )
+        runs.append(
+            Run("pesc", protocol, tier, seed, tuple(values), settings={"base": base})
+        )
     return Pool("pesc", protocol if tier == "study" else LIVE, tuple(runs))
 
 
@@ -41,11 +52,16 @@ def _row(name, *pools, claim=CLAIM):
 @pytest.fixture
 def folder(tmp_path):
     """A project whose page of pesc records what the claim is about."""
-    (tmp_path / "_config.yml").write_text("repository: {url: 'https://example.org/r', branch: b}")
+    (tmp_path / "_config.yml").write_text(
+        "repository: {url: 'https://example.org/r', branch: b}"
+    )
     content = {"name": CLAIM.value, "value": 1, "unit": "count"}
     data = {"application/vnd.moebook.value+json": content}
     value = {"output_type": "display_data", "data": data}
-    text = {"cell_type": "markdown", "source": ["# PESC\n", "\n", "## Dense, against sparse?\n"]}
+    text = {
+        "cell_type": "markdown",
+        "source": ["# PESC\n", "\n", "## Dense, against sparse?\n"],
+    }
     cells = [text, {"cell_type": "code", "source": "1", "outputs": [value]}]
     page = tmp_path / "book" / "notebooks" / "01_pesc.ipynb"
     write(page, json.dumps({"nbformat": 4, "cells": cells}))
@@ -53,9 +69,12 @@ def folder(tmp_path):
 
 
 def test_the_badge_follows_the_recorded_value(folder):
-    for sparse, label, kind in ((0.8, "direction holds", "holds"), (None, "not run", "notrun"),
-                                (0.2, "direction fails", "fails"),
-                                (0.5, "too small to see here", "inconclusive")):  # fmt: skip
+    for sparse, label, kind in (
+        (0.8, "direction holds", "holds"),
+        (None, "not run", "notrun"),
+        (0.2, "direction fails", "fails"),
+        (0.5, "too small to see here", "inconclusive"),
+    ):
         pools = [] if sparse is None else [_pool(sparse)]
         rows = [_row(CLAIM.id, *pools)]
         page = pages.page("ledger", rows=rows, places=pages.Places(folder))
@@ -67,7 +86,9 @@ def test_the_badge_follows_the_recorded_value(folder):
 def test_the_ledger_marks_what_survives_and_says_why_a_design_cannot_decide(folder):
     one = _row(CLAIM.id, _pool(0.8))
     one = replace(one, verdicts=(replace(one.verdicts[0], survives=True),))
-    other = _row("pesc.none", _pool(0.8), claim=replace(CLAIM, untestable="One <knows> it all."))
+    other = _row(
+        "pesc.none", _pool(0.8), claim=replace(CLAIM, untestable="One <knows> it all.")
+    )
     page = pages.page("ledger", rows=[one, other], places=pages.Places(folder))
     assert page.count("survives correction") == 1
     assert '<span class="verdict notrun">not testable</span>' in page
@@ -78,9 +99,16 @@ def test_the_smallest_effect_that_a_pool_sees_stands_beside_the_papers(folder):
     row = _row(CLAIM.id, _pool(0.8, step=4))
     (verdict,) = row.verdicts
     seen = verdicts.amount(CLAIM, verdict.deciding.visible).lstrip("+")
-    assert verdict.deciding.visible > verdict.deciding.smallest  # half an interval: seen by luck
-    page = pages.page("ledger", rows=[row, _row("pesc.none")], places=pages.Places(folder))
-    assert f"four in five such studies see {seen}; the paper&#39;s effect is 0.9 points" in page
+    assert (
+        verdict.deciding.visible > verdict.deciding.smallest
+    )  # half an interval: seen by luck
+    page = pages.page(
+        "ledger", rows=[row, _row("pesc.none")], places=pages.Places(folder)
+    )
+    assert (
+        f"four in five such studies see {seen}; the paper&#39;s effect is 0.9 points"
+        in page
+    )
     assert page.count("four in five") == 1 and page.count("what it would cost") == 1
 
 
@@ -89,7 +117,10 @@ def test_a_claim_that_ended_is_shown_as_withdrawn_with_the_verdict_that_it_had(f
     row = _row("pesc.old", _pool(0.8), claim=over)
     assert row.labels == ("withdrawn",) and row.decided == ()
     page = pages.page("ledger", rows=[row], places=pages.Places(folder))
-    assert 'data-verdict="withdrawn"' in page and "Its bound &lt;could&gt; not fail." in page
+    assert (
+        'data-verdict="withdrawn"' in page
+        and "Its bound &lt;could&gt; not fail." in page
+    )
     assert '<span class="verdict notrun">had been: holds</span>' in page
     assert 'in its place: <a href="#pesc.new">pesc.new</a>' in page
     found = pages.page("found", rows=[row], pictures={"pesc": None})
@@ -100,37 +131,65 @@ def test_a_claim_that_ended_is_shown_as_withdrawn_with_the_verdict_that_it_had(f
     assert len(findings.summary([row])) == 0
 
 
-def test_every_scale_has_its_column_smallest_first_and_folds_what_decides_nothing(folder):
+def test_every_scale_has_its_column_smallest_first_and_folds_what_decides_nothing(
+    folder,
+):
     live, nano = _pool(0.3, tier="cpu"), _pool(0.6)
-    rows = [_row("pesc.all", _pool(0.7, base="smollm2"), live, nano), _row("pesc.one", nano)]
+    rows = [
+        _row("pesc.all", _pool(0.7, base="smollm2"), live, nano),
+        _row("pesc.one", nano),
+    ]
     page = pages.page("ledger", rows=rows, places=pages.Places(folder))
     columns = re.findall(r'<th scope="col">(.*?)</th>', page)
     assert columns == ["claim", "the paper", "1 M", "135 M"]
-    cells = {name: re.findall(rf'data-label="{name}">(.*?)</td>', page, re.S) for name in columns}
-    effects = {name: re.findall(r"<b>(.*?)</b>", cells[name][0]) for name in columns[2:]}
-    assert effects == {"1 M": ["+10.0 points", "-20.0 points"], "135 M": ["+20.0 points"]}
-    shown, _, folded = cells["1 M"][0].partition("<details><summary>other pools</summary>")
+    cells = {
+        name: re.findall(rf'data-label="{name}">(.*?)</td>', page, re.S)
+        for name in columns
+    }
+    effects = {
+        name: re.findall(r"<b>(.*?)</b>", cells[name][0]) for name in columns[2:]
+    }
+    assert effects == {
+        "1 M": ["+10.0 points", "-20.0 points"],
+        "135 M": ["+20.0 points"],
+    }
+    shown, _, folded = cells["1 M"][0].partition(
+        "<details><summary>other pools</summary>"
+    )
     assert "3 seeds<" in shown and "1 seed<" in folded and "this build" in folded
     assert re.search(r"95 %: \+\d[\d.]* to \+\d.*? points", cells["1 M"][1])
     assert "<details>" not in cells["1 M"][1] and cells["135 M"][1] == "–"
 
 
 def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder):
-    write(folder / "book" / "notebooks" / "01_pesc_findings.ipynb", '{"nbformat": 4, "cells": []}')
+    write(
+        folder / "book" / "notebooks" / "01_pesc_findings.ipynb",
+        '{"nbformat": 4, "cells": []}',
+    )
     for pool, committed in ((_pool(0.8, tier="cpu"), False), (_pool(0.8), True)):
-        page = pages.page("ledger", rows=[verdicts.row(CLAIM, [pool])], places=pages.Places(folder))
+        page = pages.page(
+            "ledger", rows=[verdicts.row(CLAIM, [pool])], places=pages.Places(folder)
+        )
         assert 'href="notebooks/01_pesc.html#dense-against-sparse"' in page
-        assert re.search(r'href="https://example.org/r/blob/b/moebook/methods/pesc/\w', page)
+        assert re.search(
+            r'href="https://example.org/r/blob/b/moebook/methods/pesc/\w', page
+        )
         assert ('href="notebooks/01_pesc_findings.html"' in page) == committed
     for claim in {claim.function: claim for claim in papers.claims()}.values():
-        file, _, line = pages.Places(ROOT).code(claim).partition("/blob/main/")[2].partition("#L")
+        file, _, line = (
+            pages.Places(ROOT).code(claim).partition("/blob/main/")[2].partition("#L")
+        )
         lines = (ROOT / file).read_text().splitlines()[int(line) - 1 :]
         first = next(text for text in lines if not text.startswith("@"))
-        assert re.match(rf"(def|class) {claim.function.rpartition('.')[2]}\b", first), file
+        assert re.match(rf"(def|class) {claim.function.rpartition('.')[2]}\b", first), (
+            file
+        )
 
 
 def test_the_summary_counts_every_claim_once(folder):
-    page = pages.page("summary", rows=[verdicts.row(claim, []) for claim in papers.claims()])
+    page = pages.page(
+        "summary", rows=[verdicts.row(claim, []) for claim in papers.claims()]
+    )
     for paper in papers.PAPERS:
         claims = papers.claims(paper)
         ended = sum(claim.ended is not None for claim in claims)
@@ -146,12 +205,20 @@ def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survi
     rows = [_row(name, _pool(score)) for name, score in scores.items()]
     rows += [_row("pesc.live", _pool(0.9, tier="cpu")), _row("pesc.none")]
     text = pages.page("chance", rows=rows)
-    assert "The 6 claims have 4 verdicts about a direction that seeds decide, one a claim" in text
+    assert (
+        "The 6 claims have 4 verdicts about a direction that seeds decide, one a claim"
+        in text
+    )
     assert "; 2 of these are *holds* or *fails*" in text
-    assert "- 1 M: of 4 verdicts, 0 % are *inconclusive* and 50 % *too small to see*." in text
+    assert (
+        "- 1 M: of 4 verdicts, 0 % are *inconclusive* and 50 % *too small to see*."
+        in text
+    )
     assert "chance alone would produce about 0.2." in text
     links = '<a href="#pesc.sure">pesc.sure</a> at 1 M, <a href="#pesc.&lt;">pesc.&lt;</a> at 1 M.'
-    assert next(line for line in text.splitlines() if line.startswith("2 survive ")).endswith(links)
+    assert next(
+        line for line in text.splitlines() if line.startswith("2 survive ")
+    ).endswith(links)
     assert ": none." in pages.page("chance", rows=rows[2:3])
     text = pages.page("chance", rows=rows[4:])
     assert text == "No run that can decide a claim has been recorded yet.\n"
@@ -160,45 +227,72 @@ def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survi
 def test_what_was_found_tells_surprises_first_and_folds_what_was_not_run():
     other = replace(SIZE, reference=CLAIM.reference, value=CLAIM.value, unit="share")
     scores = {"pesc.open": 0.5, "pesc.holds": 0.8, "pesc.fails": 0.2}
-    rows = [_row("pesc.none"), *(_row(name, _pool(score)) for name, score in scores.items()),
-            _row("pesc.live", _pool(0.9, tier="cpu")), _row("esft.none", claim=other)]  # fmt: skip
+    rows = [
+        _row("pesc.none"),
+        *(_row(name, _pool(score)) for name, score in scores.items()),
+        _row("pesc.live", _pool(0.9, tier="cpu")),
+        _row("esft.none", claim=other),
+    ]
     page = pages.page(
         "found", rows=rows, pictures={"pesc": "_generated/found_pesc.svg", "esft": None}
     )
     assert re.findall(r"^## (.*)", page, re.MULTILINE) == ["PESC", "ESFT"]
-    links = re.findall(r'^- .* <a href="ledger.html#(.*?)">ledger</a>', page, re.MULTILINE)
-    assert links[:2] == ["pesc.fails", "pesc.holds"] and links[4:] == ["pesc.none", "esft.none"]
+    links = re.findall(
+        r'^- .* <a href="ledger.html#(.*?)">ledger</a>', page, re.MULTILINE
+    )
+    assert links[:2] == ["pesc.fails", "pesc.holds"] and links[4:] == [
+        "pesc.none",
+        "esft.none",
+    ]
     assert sorted(links[2:4]) == ["pesc.live", "pesc.open"]
     assert page.count(":::{dropdown} Not run, or not testable here: 1 claim\n- ") == 2
     assert page.count(":::{dropdown} Cannot be told from these runs: 2 claims\n- ") == 1
-    assert page.count(":::{figure} _generated/found_pesc.svg\n:name: fig-found-pesc\n") == 1
+    assert (
+        page.count(":::{figure} _generated/found_pesc.svg\n:name: fig-found-pesc\n")
+        == 1
+    )
     assert page.count("\n:alt: ") == 1
 
 
 def test_the_front_has_the_first_claim_of_each_paper():
-    rows = [_row("pesc.first", _pool(0.5)), _row("pesc.second", _pool(0.8)), _row("esft.first")]
+    rows = [
+        _row("pesc.first", _pool(0.5)),
+        _row("pesc.second", _pool(0.8)),
+        _row("esft.first"),
+    ]
     page = pages.page("front", rows=rows, pictures={"front": None})
     links = re.findall(r'^- .*#(.*?)">ledger</a>', page, re.MULTILINE)
     assert links == ["pesc.first", "esft.first"] and "{figure}" not in page
-    page = pages.page("front", rows=rows, pictures={"front": "_generated/found_front.svg"})
+    page = pages.page(
+        "front", rows=rows, pictures={"front": "_generated/found_front.svg"}
+    )
     assert ":::{figure} _generated/found_front.svg\n:name: fig-front\n" in page
 
 
 def test_the_audit_shows_every_finding_and_folds_those_of_one_cause():
     rows = [(f"row {number}", "differs", "a <mean>") for number in range(3)]
-    found = [Finding("pesc", place, "average", "1.0", "1.1", status, why, "Table 1")
-             for place, status, why in (*rows, ("row 9", "agrees", "as it should"))]  # fmt: skip
+    found = [
+        Finding("pesc", place, "average", "1.0", "1.1", status, why, "Table 1")
+        for place, status, why in (*rows, ("row 9", "agrees", "as it should"))
+    ]
     page = pages.audit(found)
     assert all(f"row {number}" in page for number in (0, 1, 2, 9))
-    assert page.count("and 2 more") == 1 and "a &lt;mean&gt;" in page and "<mean>" not in page
+    assert (
+        page.count("and 2 more") == 1
+        and "a &lt;mean&gt;" in page
+        and "<mean>" not in page
+    )
 
 
 def _ran(seed, tier="study", day=2):
     manifest = {
-        "date": f"2026-01-0{day}T23:00:00+00:00", "seconds": 3900.0, "peak_memory": 2 * 10**9,
-        "commit": {"id": "abcdef0123", "dirty": True}, "overrides": {"steps": 10 * day},
+        "date": f"2026-01-0{day}T23:00:00+00:00",
+        "seconds": 3900.0,
+        "peak_memory": 2 * 10**9,
+        "commit": {"id": "abcdef0123", "dirty": True},
+        "overrides": {"steps": 10 * day},
         "environment": {"cpu": "A & B", "cores": 2, "accelerator": None},
-    }  # fmt: skip
+    }
     protocol = "nano" if tier == "study" else tier
     values, code = (Value("pesc/x", 1.0, "ratio"),), {"notebook": "another hash"}
     return Run("pesc", protocol, tier, seed, values, code=code, manifest=manifest)
@@ -216,9 +310,14 @@ def project(tmp_path):
 
 def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
     _, pooled, live = pages.records(project).split("<b>PESC</b><br>")
-    for fact in ("nano (committed)", "2 seeds: 0, 3<", "1 values each",
-                 "1 h 5 min, 2.0 GB on A &amp; B", "commit abcdef0 with changes",
-                 "of 2026-01-05; changed since: notebook"):  # fmt: skip
+    for fact in (
+        "nano (committed)",
+        "2 seeds: 0, 3<",
+        "1 values each",
+        "1 h 5 min, 2.0 GB on A &amp; B",
+        "commit abcdef0 with changes",
+        "of 2026-01-05; changed since: notebook",
+    ):
         assert fact in pooled
     for fact in ("this build (smoke, on its page)", "1 seed: 0<", "of 2026-01-02; "):
         assert fact in live
@@ -227,29 +326,50 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
 
 def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_effect():
     page = pages.designs(ROOT)
-    chances = re.findall(r"Chance to see it: `\d+% with \d+ seeds`, by the spread of `\w+`", page)
+    chances = re.findall(
+        r"Chance to see it: `\d+% with \d+ seeds`, by the spread of `\w+`", page
+    )
     assert len(chances) >= 4
-    assert len(re.findall(r"- Found: `[+-][\d.]+ points \([^)]+\)`\n- At an end of", page)) >= 3
+    assert (
+        len(re.findall(r"- Found: `[+-][\d.]+ points \([^)]+\)`\n- At an end of", page))
+        >= 3
+    )
     decided = page.partition("ESFT: `budgets`")[2].partition("\n## ")[0]
-    assert decided.count('href="ledger.html#esft.') == 6 and "Exploratory" not in decided
+    assert (
+        decided.count('href="ledger.html#esft.') == 6 and "Exploratory" not in decided
+    )
     assert ":::{dropdown} Exploratory: it" in page.partition("PESC: `tuned`")[2][:60]
-    assert "## PESC: `decay`" in page and "`pesc/sparse/accuracy less pesc/dense/accuracy`" in page
+    assert (
+        "## PESC: `decay`" in page
+        and "`pesc/sparse/accuracy less pesc/dense/accuracy`" in page
+    )
     heads = [path.read_text() for path in (ROOT / "notebooks").glob("*.yaml")]
     remarks = " ".join(head.partition("Found afterwards")[2] for head in heads)
-    assert not re.search(r"(?<!paper's )(?<![\d.])\d[\d.]*\s(points|nats|%|minutes)", remarks)
+    assert not re.search(
+        r"(?<!paper's )(?<![\d.])\d[\d.]*\s(points|nats|%|minutes)", remarks
+    )
     assert "on record)" not in page
     assert "Spread on record" not in page  # else one of these heads has no chance
-    assert page.count("Primary measure: `") == sum("# Primary measure:" in head for head in heads)
+    assert page.count("Primary measure: `") == sum(
+        "# Primary measure:" in head for head in heads
+    )
 
 
 def test_the_figures_of_the_fault_tests_come_from_their_record_alone(tmp_path):
-    told = {"date": "2026-01-02T03", "times": 10, "seconds": 60, "versions": {},
-            "commit": {"id": "abcdef0123", "dirty": True},
-            "kinds": {"b": {"kills": 3, "lost": 1}, "a": {"kills": 4}}}  # fmt: skip
+    told = {
+        "date": "2026-01-02T03",
+        "times": 10,
+        "seconds": 60,
+        "versions": {},
+        "commit": {"id": "abcdef0123", "dirty": True},
+        "kinds": {"b": {"kills": 3, "lost": 1}, "a": {"kills": 4}},
+    }
     write(tmp_path / "results" / "faults.json", json.dumps({"kills": told}))
     page = pages.tested(tmp_path)
-    cells = (f'>{kind}</td><td data-label="kills">{n}</td><td data-label="lost">{lost}</td>'
-             for kind, n, lost in (("all", 7, 1), ("a", 4, 0), ("b", 3, 1)))  # fmt: skip
+    cells = (
+        f'>{kind}</td><td data-label="kills">{n}</td><td data-label="lost">{lost}</td>'
+        for kind, n, lost in (("all", 7, 1), ("a", 4, 0), ("b", 3, 1))
+    )
     run = "(MOEBOOK_FAULTS=10, 60 s, 2026-01-02, commit abcdef0 with changes)"
     for fact in (run, *cells, "- Not recorded: Changed files."):
         assert fact in page
@@ -260,8 +380,15 @@ def test_the_figures_of_the_fault_tests_come_from_their_record_alone(tmp_path):
 
 def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(project):
     page = pages.badge(_ran(3), project)
-    for fact in ("tier <b>study", "seed <b>3", "ran in <b>1 h 5 min", "peak memory <b>2.0 GB",
-                 "2 × A &amp; B", "date <b>2026-01-02", "reader <b>steps = 20"):  # fmt: skip
+    for fact in (
+        "tier <b>study",
+        "seed <b>3",
+        "ran in <b>1 h 5 min",
+        "peak memory <b>2.0 GB",
+        "2 × A &amp; B",
+        "date <b>2026-01-02",
+        "reader <b>steps = 20",
+    ):
         assert fact in page
     assert "accelerator" not in page and "numbers mean nothing" not in page
     live = pages.badge(_ran(3, "smoke"), project)
@@ -271,12 +398,16 @@ def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(p
     (project / "notebooks" / "01_pesc_findings.ipynb").unlink()
     live = pages.badge(_ran(3, "smoke"), project)
     assert "their results: [the records](../records.md)" in live
-    assert "Full-size runs" not in pages.badge(replace(_ran(0), notebook="esft"), project)
+    assert "Full-size runs" not in pages.badge(
+        replace(_ran(0), notebook="esft"), project
+    )
 
 
 PAGES = sorted((ROOT / "book").glob("*_exercises.md"))
 BLOCK = r"(?s)```\{code-block\} python\n:name: (\S+)-(stub|check|solution)\n\n(.*?)```"
-WRITTEN = [block for page in PAGES for block in re.findall(BLOCK, page.read_text("utf-8"))]
+WRITTEN = [
+    block for page in PAGES for block in re.findall(BLOCK, page.read_text("utf-8"))
+]
 BLOCKS = {(name, part): code for name, part, code in WRITTEN}
 NAMES = sorted({name for name, _ in BLOCKS})
 

@@ -31,8 +31,13 @@ def editions(project):
     found = set()
     for path in (project / "_build" / "html").glob("*.html"):
         text = path.read_text(encoding="utf-8")
-        assert path.name in ("index.html", "genindex.html", "search.html") or "</html>" in text
-        found |= {number for number in range(99) if f"This is edition {number}." in text}
+        assert (
+            path.name in ("index.html", "genindex.html", "search.html")
+            or "</html>" in text
+        )
+        found |= {
+            number for number in range(99) if f"This is edition {number}." in text
+        }
     assert len(list((project / "_build" / "html").glob("page_*.html"))) == PAGES
     return found
 
@@ -40,7 +45,9 @@ def editions(project):
 def start(project, place):
     """Start a build as a process of its own, whose renderer is a fork if there is a place."""
     command = [sys.executable, "-c", RENDER, place or ""]
-    return subprocess.Popen(command, cwd=project, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    return subprocess.Popen(
+        command, cwd=project, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
 
 
 def renderers(project):
@@ -54,10 +61,16 @@ def renderers(project):
 
 
 @pytest.mark.timeout(300 * TIMES)
-@pytest.mark.parametrize(("kills", "forked"), [
-    (2, True), *(pytest.param(5 * TIMES, forked, marks=pytest.mark.soak)
-                 for forked in (True, False)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kills", "forked"),
+    [
+        (2, True),
+        *(
+            pytest.param(5 * TIMES, forked, marks=pytest.mark.soak)
+            for forked in (True, False)
+        ),
+    ],
+)
 def test_a_killed_build_leaves_the_old_book_whole_and_nobody_who_writes_on(
     project, place, kills, forked
 ):
@@ -86,7 +99,9 @@ def test_a_killed_build_leaves_the_old_book_whole_and_nobody_who_writes_on(
     assert left == ["book.log", "html", "work"]
 
 
-def test_a_build_that_was_refused_is_refused_again_and_the_old_book_stands(project, place):
+def test_a_build_that_was_refused_is_refused_again_and_the_old_book_stands(
+    project, place
+):
     render = partial(rendering.render, project, place=place)
     render()
     page = project / "book" / "page_3.md"
@@ -100,13 +115,20 @@ def test_a_build_that_was_refused_is_refused_again_and_the_old_book_stands(proje
     other = project / "_build" / "html" / "page_4.html"
     before = other.stat().st_mtime_ns
     render()
-    assert other.stat().st_mtime_ns == before, "what has not changed is not rendered again"
+    assert other.stat().st_mtime_ns == before, (
+        "what has not changed is not rendered again"
+    )
 
 
 def test_of_two_builds_at_once_the_second_is_refused(project):
     with rendering.alone(project):
-        refused(f"E-LOCKED: .*book.lock is held by process {os.getpid()}; wait",
-                book.make, "smoke", None, project)  # fmt: skip
+        refused(
+            f"E-LOCKED: .*book.lock is held by process {os.getpid()}; wait",
+            book.make,
+            "smoke",
+            None,
+            project,
+        )
     assert not (project / "_build" / "html").exists()
 
 
@@ -118,7 +140,9 @@ def folder(place, text):
 
 
 @pytest.mark.parametrize("system", ["exchanges", "renames"])
-def test_no_reader_meets_half_of_a_folder_that_takes_anothers_place(tmp_path, monkeypatch, system):
+def test_no_reader_meets_half_of_a_folder_that_takes_anothers_place(
+    tmp_path, monkeypatch, system
+):
     if system == "renames":
         monkeypatch.setattr(folders, "_exchange", lambda *_: False)
     place, stop, met = folder(tmp_path / "html", "old"), threading.Event(), set()

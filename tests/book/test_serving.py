@@ -44,7 +44,9 @@ def fresh(tmp_path):
 @pytest.fixture
 def site(place):
     with serving.Site(place, 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}
+        )
         thread.start()
         yield server
         server.shutdown()
@@ -60,21 +62,50 @@ def ask(site, line, rest=b"\r\n\r\n"):
             answer += part
     head, _, body = answer.partition(b"\r\n\r\n")
     # What is no request of HTTP/1.0 has an answer without a head.
-    status = re.match(rb"HTTP/1.0 (\d+)", head) or re.search(rb"Error code: (\d+)", answer)
+    status = re.match(rb"HTTP/1.0 (\d+)", head) or re.search(
+        rb"Error code: (\d+)", answer
+    )
     return int(status[1]), head, body
 
 
-@pytest.mark.parametrize(("path", "status"), [
-    (b"/", 200), (b"/index.html", 200), (b"//index.html?a=b", 200), (b"/index.html#part", 200),
-    (b"/notebooks/a%20b.html", 200), (b"/_static/move.js", 200), (b"/link.html", 200),
-    (b"/out.html", 404), (b"/away/secret.html", 404), (b"/circle", 404), (b"/notebooks", 404),
-    (b"/notebooks/", 404), (b"/../secret.html", 404), (b"/%2e%2e/secret.html", 404),
-    (b"/..%2fsecret.html", 404), (b"/away/html/index.html", 200), (b"//etc/passwd", 404),
-    (b"/%00", 404), (b"/index.html%00", 404), (b"/%ff%fe", 404), (b"/\xff", 404), (b"/[", 404),
-    (b"http://[/", 404), (b"/%", 404), (b"/" + 5000 * b"a", 404), (b"/" + 2000 * b"a/", 404),
-    (b"/" + 70000 * b"a", 414), (b"*", 404), (b"/%ed%a0%80", 404), (b"/C:%5cx", 404),
-])  # fmt: skip
-def test_every_path_has_an_answer_and_nothing_is_read_outside_the_book(site, capfd, path, status):
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        (b"/", 200),
+        (b"/index.html", 200),
+        (b"//index.html?a=b", 200),
+        (b"/index.html#part", 200),
+        (b"/notebooks/a%20b.html", 200),
+        (b"/_static/move.js", 200),
+        (b"/link.html", 200),
+        (b"/out.html", 404),
+        (b"/away/secret.html", 404),
+        (b"/circle", 404),
+        (b"/notebooks", 404),
+        (b"/notebooks/", 404),
+        (b"/../secret.html", 404),
+        (b"/%2e%2e/secret.html", 404),
+        (b"/..%2fsecret.html", 404),
+        (b"/away/html/index.html", 200),
+        (b"//etc/passwd", 404),
+        (b"/%00", 404),
+        (b"/index.html%00", 404),
+        (b"/%ff%fe", 404),
+        (b"/\xff", 404),
+        (b"/[", 404),
+        (b"http://[/", 404),
+        (b"/%", 404),
+        (b"/" + 5000 * b"a", 404),
+        (b"/" + 2000 * b"a/", 404),
+        (b"/" + 70000 * b"a", 414),
+        (b"*", 404),
+        (b"/%ed%a0%80", 404),
+        (b"/C:%5cx", 404),
+    ],
+)
+def test_every_path_has_an_answer_and_nothing_is_read_outside_the_book(
+    site, capfd, path, status
+):
     found, head, body = ask(site, b"GET " + path + b" HTTP/1.0")
     assert found == status
     assert b"secret" not in body and b"root:" not in body
@@ -86,10 +117,17 @@ def test_every_path_has_an_answer_and_nothing_is_read_outside_the_book(site, cap
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("line", "status"), [
-    (b"HEAD / HTTP/1.0", 200), (b"POST / HTTP/1.0", 501), (b"GET / HTTP/9.9", 505), (b"G\x00", 400),
-    (b"GET", 400), (b"GET / HTTP/1.0\r\n" + 200 * b"a: b\r\n", 431),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        (b"HEAD / HTTP/1.0", 200),
+        (b"POST / HTTP/1.0", 501),
+        (b"GET / HTTP/9.9", 505),
+        (b"G\x00", 400),
+        (b"GET", 400),
+        (b"GET / HTTP/1.0\r\n" + 200 * b"a: b\r\n", 431),
+    ],
+)
 def test_other_requests_are_answered_too(site, capfd, line, status):
     found, _, body = ask(site, line)
     assert found == status and (status != 200 or body == b"")
@@ -128,7 +166,9 @@ def test_a_reader_meets_whole_pages_while_another_book_takes_the_place(
     for reader in readers:
         reader.start()
     for number in range(100):
-        folders.put(fill(place.with_name("new"), f"<html>{number:06d}</html>" * 999), place)
+        folders.put(
+            fill(place.with_name("new"), f"<html>{number:06d}</html>" * 999), place
+        )
     stop.set()
     for reader in readers:
         reader.join()
@@ -137,7 +177,12 @@ def test_a_reader_meets_whole_pages_while_another_book_takes_the_place(
 
 
 def test_without_a_book_or_a_free_port_serving_is_refused(tmp_path, site, place):
-    refused("E-BOOK: no book in _build/html; run: make book", serving.serve, tmp_path / "other", 0)
+    refused(
+        "E-BOOK: no book in _build/html; run: make book",
+        serving.serve,
+        tmp_path / "other",
+        0,
+    )
     taken = site.server_port
     refused(f"E-PORT: port {taken}: .*make serve PORT", serving.serve, tmp_path, taken)
 
@@ -146,8 +191,12 @@ def test_a_page_asks_whether_it_was_renewed_and_its_file_stays_as_it_is(site, pl
     page = place / "index.html"
     page.write_text("<html><body>text</body></html>")
     _, head, body = ask(site, b"GET / HTTP/1.0")
-    assert b'fetch("/.changed")' in body and body.startswith(b"<html><body>text<script>")
-    assert b"Content-Length: %d" % len(body) in head and body.endswith(b"</script>\n</body></html>")
+    assert b'fetch("/.changed")' in body and body.startswith(
+        b"<html><body>text<script>"
+    )
+    assert b"Content-Length: %d" % len(body) in head and body.endswith(
+        b"</script>\n</body></html>"
+    )
     assert page.read_text() == "<html><body>text</body></html>"
     states = [ask(site, b"GET /.changed HTTP/1.0")[2] for _ in range(2)]
     folders.put(fill(place.with_name("new"), "another"), place)
@@ -182,7 +231,12 @@ def test_sources_are_watched_and_what_builds_write_is_not(fresh):
     ):
         results.write(fresh / name, "new")
     assert serving.stamps(fresh) == before
-    for name in ("book/a.md", "book/_static/a.js", "results/a", "notebooks/01_toy.nano.yaml"):
+    for name in (
+        "book/a.md",
+        "book/_static/a.js",
+        "results/a",
+        "notebooks/01_toy.nano.yaml",
+    ):
         results.write(fresh / name, "new")
         assert serving.stamps(fresh).keys() ^ before.keys() <= {name}
         assert serving.stamps(fresh)[name] != before.get(name)
@@ -191,7 +245,9 @@ def test_sources_are_watched_and_what_builds_write_is_not(fresh):
     assert before.keys() - serving.stamps(fresh).keys() == {"book/a.md"}
 
 
-def test_a_changed_page_is_shown_renewed_and_a_wrong_one_is_told(project, monkeypatch, capfd):
+def test_a_changed_page_is_shown_renewed_and_a_wrong_one_is_told(
+    project, monkeypatch, capfd
+):
     (project / "book" / "_generated").mkdir()
     made_of = freshness.digest(project, freshness.SHOWN)
     freshness.seal(project / "book" / "_generated", made_of)

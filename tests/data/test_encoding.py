@@ -38,7 +38,9 @@ def test_chats_are_the_papers_prompts_with_special_tokens_and_loss_on_the_answer
         "### System:\ns\n### Human:\nq\n### Assistant:\n",
         "a",
     )
-    assert data.encode([ROW], Bytes(bos=None), max_length=100)["input_ids"][0][:3] == ids("###")
+    assert data.encode([ROW], Bytes(bos=None), max_length=100)["input_ids"][0][
+        :3
+    ] == ids("###")
     # DeepSeek's has no beginning token, and the space is learnt with the answer.
     encoded = data.encode([ROW], Bytes(), format="deepseek", max_length=100)
     assert encoded["input_ids"] == [[*ids("User: 2 + 2?\n\nAssistant: 4"), 1]]
@@ -52,7 +54,9 @@ def test_rows_that_are_too_long_are_counted_and_left_out_never_cut():
         {"prompt": "x" * 50, "answer": "y"},
     )
     (length,) = whole["length"]
-    with pytest.warns(UserWarning, match=f"W-LONG: 2 of 3 rows are .* max_length {length}"):
+    with pytest.warns(
+        UserWarning, match=f"W-LONG: 2 of 3 rows are .* max_length {length}"
+    ):
         encoded = data.encode([long, ROW, long], Bytes(), max_length=length)
     assert encoded["input_ids"] == whole["input_ids"]
     every = data.encode([long, ROW, long], Bytes())  # without a limit all stay
@@ -76,7 +80,9 @@ def test_rows_that_are_too_long_are_counted_and_left_out_never_cut():
     ],
 )
 def test_rows_that_cannot_be_encoded_are_refused(rows, options, match):
-    refused(match, data.encode, rows, **{"tokenizer": Bytes(), "max_length": 99} | options)
+    refused(
+        match, data.encode, rows, **{"tokenizer": Bytes(), "max_length": 99} | options
+    )
 
 
 def test_rows_are_filled_up_on_either_side_and_the_mask_says_what_is_real():
@@ -98,12 +104,17 @@ def test_a_mixture_holds_the_asked_sizes_in_an_order_of_its_seed():
 
 
 def test_held_out_prompts_that_were_answered_several_times_leave_the_training_rows():
-    rows = [{"prompt": prompt, "answer": str(i)} for i, prompt in enumerate(["a", "b", "A ", "c"])]
+    rows = [
+        {"prompt": prompt, "answer": str(i)}
+        for i, prompt in enumerate(["a", "b", "A ", "c"])
+    ]
     train, held_out = data.hold_out(rows, 2)
     assert [row["answer"] for row in held_out] == ["0", "1"]
     assert [row["answer"] for row in train] == ["3"]
     data.refuse_leak(train, held_out)
-    refused("E-DATA: 4 of 4 rows held out leave none to train on", data.hold_out, rows, 4)
+    refused(
+        "E-DATA: 4 of 4 rows held out leave none to train on", data.hold_out, rows, 4
+    )
     leaked = [{"prompt": "What  is\n1 + 1?"}, {"prompt": "b"}]
     with pytest.raises(Refusal, match="E-LEAK: 1 of 2 evaluation prompts"):
         data.refuse_leak(leaked, [{"prompt": "what is 1 + 1?"}, {"prompt": "c"}])
@@ -119,6 +130,12 @@ def test_passages_are_texts_that_ship_drawn_by_the_seed_and_never_twice_the_same
     assert set(one["text"]) <= {row["clause"] for row in shipped("licence.jsonl")}
     assert set(one["code"]) <= {row["code"] for row in shipped("docstring.jsonl")}
     assert sum("?" in text for text in one["mathematics"]) > 190
-    assert opening("Amelia has 30 pens.") == opening("Bo has 4 pens.") != opening("Bo lost 4.")
+    assert (
+        opening("Amelia has 30 pens.")
+        == opening("Bo has 4 pens.")
+        != opening("Bo lost 4.")
+    )
     for size in (0, 100_000):
-        refused(f"E-RANGE: passages: {size} texts of text, expected 1", data.passages, size)
+        refused(
+            f"E-RANGE: passages: {size} texts of text, expected 1", data.passages, size
+        )

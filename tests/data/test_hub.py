@@ -234,7 +234,9 @@ def test_a_folder_stands_in_for_the_hub_where_no_commit_is_named(tmp_path, monke
         "google/boolq-closed-book/train.jsonl",
     ]
     assert hub.contents("") == {}
-    with pytest.raises(Refusal, match=r"E-NOFILE: .*gsm8k/main: split 'train' is missing"):
+    with pytest.raises(
+        Refusal, match=r"E-NOFILE: .*gsm8k/main: split 'train' is missing"
+    ):
         hub.mixture({"gsm8k_solution": 1}, pins)
     refused(r"E-NOFILE: [$]NONE: no such folder", hub.pins, "", "$NONE")
 
@@ -251,9 +253,13 @@ def test_commits_and_names_are_read_or_refused():
     for text in ("gsm8k", "gsm8k=1=2", "gsm8k=1,gsm8k=2"):
         refused(f"E-PIN: revisions is '{text}', expected name=commit", hub.pins, text)
     for revision in (None, "main", "v1.0", "0" * 40, COMMIT[:12], COMMIT.upper()):
-        with pytest.raises(Refusal, match=r"E-PIN: openai/gsm8k.*commit of 40 hexadecimal digits"):
+        with pytest.raises(
+            Refusal, match=r"E-PIN: openai/gsm8k.*commit of 40 hexadecimal digits"
+        ):
             hub.load("gsm8k", revision=revision)
-    with pytest.raises(Refusal, match="E-DATA: unknown data set 'gsm8': did you mean 'gsm8k'"):
+    with pytest.raises(
+        Refusal, match="E-DATA: unknown data set 'gsm8': did you mean 'gsm8k'"
+    ):
         hub.load("gsm8", revision=COMMIT)
 
 
@@ -308,7 +314,9 @@ def test_a_byte_order_mark_crlf_and_empty_lines_are_accepted(tmp_path):
     ],
     ids=range(9),
 )
-def test_bad_lines_are_refused_with_file_and_line(tmp_path, monkeypatch, content, match):
+def test_bad_lines_are_refused_with_file_and_line(
+    tmp_path, monkeypatch, content, match
+):
     monkeypatch.setattr(hub, "LONGEST_LINE", 100_001)
     with pytest.raises(Refusal, match=f"E-DATA: .*train.jsonl:{match}"):
         hub.load("magicoder_oss", path=written(tmp_path, content))
@@ -334,7 +342,9 @@ def test_bad_lines_are_refused_with_file_and_line(tmp_path, monkeypatch, content
         ),
     ],
 )
-def test_rows_that_do_not_fit_are_refused_with_file_and_line(tmp_path, name, change, match):
+def test_rows_that_do_not_fit_are_refused_with_file_and_line(
+    tmp_path, name, change, match
+):
     path = jsonl(tmp_path, RAW[name], RAW[name] | change)
     refused(f"E-DATA: .*train.jsonl:2: .*{match}", hub.load, name, path=path)
 
@@ -380,7 +390,9 @@ USER = {"role": "user", "content": "a"}
         ([], "messages hold nothing"),
     ],
 )
-def test_an_exchange_has_a_prompt_an_answer_and_perhaps_a_system_message(messages, match):
+def test_an_exchange_has_a_prompt_an_answer_and_perhaps_a_system_message(
+    messages, match
+):
     turns = [{"role": "system", "content": "s"}, USER, {"from": "gpt", "value": "b"}]
     assert templates.exchange(turns[1:], "x") == {"prompt": "a", "answer": "b"}
     assert templates.exchange(turns, "x") == {

@@ -18,7 +18,10 @@ NAMES = (
     "equations gcd sums products gsm_symbolic python_eval docstring isa numbers_fr names_de "
     "numbers_es intent_json licence kinship"
 ).split()
-TINY_EVAL = {name: getattr(builtins, name) for name in "len max min sum sorted list range".split()}
+TINY_EVAL = {
+    name: getattr(builtins, name)
+    for name in "len max min sum sorted list range".split()
+}
 GENERATIONS = (  # up from the first to the second
     dict.fromkeys("mother father aunt uncle".split(), 1)
     | dict.fromkeys("daughter son niece nephew".split(), -1)
@@ -51,9 +54,14 @@ def test_the_catalogues_hold_fourteen_target_tasks_five_general_and_six_k_shot_o
 def test_splits_are_disjoint_by_content_and_by_prompt_whatever_the_seed(name):
     contents, prompts = {}, {}
     for split in tasks.SPLITS:
-        slots = (json.dumps(item.slots, sort_keys=True) for item in tasks.find(name).items(split))
+        slots = (
+            json.dumps(item.slots, sort_keys=True)
+            for item in tasks.find(name).items(split)
+        )
         contents[split] = set(slots)
-        prompts[split] = set().union(*(hashes(every(name, split, seed)) for seed in (0, 1, 2)))
+        prompts[split] = set().union(
+            *(hashes(every(name, split, seed)) for seed in (0, 1, 2))
+        )
     for kind in (contents, prompts):
         assert len(set().union(*kind.values())) == sum(map(len, kind.values()))
     assert len(contents["test"]) == len(contents["validation"]) == 200
@@ -69,10 +77,14 @@ def test_rows_repeat_with_the_seed_and_have_the_promised_fields_in_every_wording
     first, again, other = (tasks.rows(name, "test", 200, seed) for seed in (0, 0, 1))
     assert first == again != other
     assert tasks.rows(name, "test", 50) == first[:50]
-    assert sorted(row["answer"] for row in first) == sorted(row["answer"] for row in other)
+    assert sorted(row["answer"] for row in first) == sorted(
+        row["answer"] for row in other
+    )
     task = tasks.find(name)
     rows = task.rows("train", min(300, task.available("train")))
-    fields = {"task", "domain", "prompt", "answer"} | ({"rationale"} if task.rationales else set())
+    fields = {"task", "domain", "prompt", "answer"} | (
+        {"rationale"} if task.rationales else set()
+    )
     for row in rows:
         assert set(row) == fields
         assert all(isinstance(value, str) and value.strip() for value in row.values())
@@ -155,13 +167,17 @@ def test_kinship_agrees_with_a_walk_over_the_family_graph():
         turned = [(a, r, b.removesuffix("'s")) for b, r, _, a in facts_of(item)]
         plain = [f"{a} is the {r} of {b}." for a, r, b in turned]
         assert " ".join(plain) not in known
-        in_another_order += frozenset(fact.removesuffix(".") for fact in plain) in unordered
+        in_another_order += (
+            frozenset(fact.removesuffix(".") for fact in plain) in unordered
+        )
         assert f"{item.slots['a']} is the {item.answer} of" in item.rationale
     assert (len(families), in_another_order) == (1199, 1)  # as the module says
 
 
 def test_no_general_or_k_shot_task_holds_what_a_target_task_asks():
-    known = {json.loads(row["answer"])["intent"] for row in every("intent_json", "train")}
+    known = {
+        json.loads(row["answer"])["intent"] for row in every("intent_json", "train")
+    }
     for row in every("intent_new", "train"):
         slots = json.loads(row["answer"])
         assert slots.pop("intent") not in known
@@ -178,7 +194,9 @@ def test_no_general_or_k_shot_task_holds_what_a_target_task_asks():
     bank = "\n".join(row["prompt"] for row in banks.embedded(2000)["licence"])
     assert not any(clause in bank for clause in reserved())
     general = chain.from_iterable(every(name, "train") for name in tasks.GENERAL)
-    target = chain.from_iterable(tasks.rows(name, "test", 200) for name in tasks.CATALOGUE)
+    target = chain.from_iterable(
+        tasks.rows(name, "test", 200) for name in tasks.CATALOGUE
+    )
     refuse_leak(general, target)
 
 

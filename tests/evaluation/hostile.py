@@ -11,7 +11,9 @@ EQUAL = """
 class Y(list):
     __eq__, __len__ = lambda *_: True, lambda _: 3
 def f(x): return Y()"""
-FORGERIES = [EQUAL, *"""
+FORGERIES = [
+    EQUAL,
+    *"""
 def f(x): raise SystemExit(0)
 ---
 import os
@@ -56,7 +58,8 @@ f = list
 ---
 import atexit, os
 atexit.register(os.write, 2, b"passed")
-f = list""".split("---")]  # fmt: skip
+f = list""".split("---"),
+]
 PATHS = (
     "/proc/self/maps",
     "/proc/sys/kernel",
@@ -66,11 +69,22 @@ PATHS = (
     "/dev/zero",
 )
 CALLS = {  # of the C library, with arguments that change nothing where they are allowed
-    "unshare": (0x10000000,), "setns": (-1, 0), "ptrace": (16, 0, 0, 0), "mount": (0, 0, 0, 0, 0),
-    "umount2": (b"/nowhere", 0), "chroot": (b"/nowhere",), "inotify_init": (), "eventfd": (0, 0),
-    "epoll_create": (1,), "shmget": (0, 4096, 0o1600), "memfd_create": (b"x", 0),
-    "personality": (0xFFFFFFFF,), "prctl": (3, 0, 0, 0, 0), "setuid": (0,), "nice": (1,),
-}  # fmt: skip
+    "unshare": (0x10000000,),
+    "setns": (-1, 0),
+    "ptrace": (16, 0, 0, 0),
+    "mount": (0, 0, 0, 0, 0),
+    "umount2": (b"/nowhere", 0),
+    "chroot": (b"/nowhere",),
+    "inotify_init": (),
+    "eventfd": (0, 0),
+    "epoll_create": (1,),
+    "shmget": (0, 4096, 0o1600),
+    "memfd_create": (b"x", 0),
+    "personality": (0xFFFFFFFF,),
+    "prctl": (3, 0, 0, 0, 0),
+    "setuid": (0,),
+    "nice": (1,),
+}
 
 
 def forked():

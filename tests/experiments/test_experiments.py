@@ -36,13 +36,19 @@ CANNOT = {
         "top_k": 8,
         "experts": 8,
     },
-    "top_k = 8: expected 1 to 4, since experts = 4": {"arms": "dense", "top_k": 8, "experts": 4},
+    "top_k = 8: expected 1 to 4, since experts = 4": {
+        "arms": "dense",
+        "top_k": 8,
+        "experts": 4,
+    },
     "experts = 256 and adapter_width = 8192: wide would": {
         "arms": "wide",
         "experts": 256,
         "adapter_width": 8192,
     },
-    r"tasks lists 'gcd2': mix = 'embedded' trains .* did you mean 'gcd'": {"tasks": "gcd2"},
+    r"tasks lists 'gcd2': mix = 'embedded' trains .* did you mean 'gcd'": {
+        "tasks": "gcd2"
+    },
     "tasks lists ' isa'": {"tasks": "gcd, isa"},
     "tasks = '' holds an empty name": {"tasks": ""},
     "tasks lists 'isa' twice": {"tasks": "isa,isa"},
@@ -52,8 +58,13 @@ CANNOT = {
     "rates lists '5'": {"rates": "5"},
     "rates lists 'nan'": {"rates": "0.1,nan"},
     "rates lists 0.001 twice: give": {"rates": "0.001,1e-3"},
-    "rates lists 0.00123457 twice, to the six digits": {"rates": "0.001234567,0.001234568"},
-    "rate_steps = 1: the only step of a trial": {"rates": "0.001,0.002", "rate_steps": 1},
+    "rates lists 0.00123457 twice, to the six digits": {
+        "rates": "0.001234567,0.001234568"
+    },
+    "rate_steps = 1: the only step of a trial": {
+        "rates": "0.001,0.002",
+        "rate_steps": 1,
+    },
     "steps = 1: the only step is that of the warm-up": {"steps": 1},
     "rates = '0.004' and fixed_rates = 'dense=0.1': give rates to choose from": {
         "arms": "dense",
@@ -79,7 +90,9 @@ CANNOT |= {
 
 
 @pytest.mark.parametrize(("message", "changes"), CANNOT.items(), ids=CANNOT)
-def test_parameters_with_which_an_arm_cannot_run_are_refused_before_any_work(message, changes):
+def test_parameters_with_which_an_arm_cannot_run_are_refused_before_any_work(
+    message, changes
+):
     refused(f"E-RANGE: {message}", experiments.check, "pesc", given(**changes))
 
 
@@ -99,8 +112,11 @@ def test_all_complaints_stand_in_one_line_and_a_gpu_is_asked_for_where_the_devic
     starts = ["rates lists", "tasks lists", "optimizer =", "host = 'frozen': dense"]
     starts += ["host = 'frozen': matched", "top_k = 5: experts4"]
     assert len(parts) == len(starts)
-    assert all(part.startswith(start) for part, start in zip(parts, starts, strict=True))
-    experiments.pesc.check(given(optimizer="paged_8bit"))  # where it will run is not known
+    assert all(
+        part.startswith(start) for part, start in zip(parts, starts, strict=True)
+    )
+    # Where it will run is not known.
+    experiments.pesc.check(given(optimizer="paged_8bit"))
     experiments.pesc.check(given(optimizer="paged_8bit"), torch.device("cuda"))
 
 
@@ -108,7 +124,11 @@ def test_all_complaints_stand_in_one_line_and_a_gpu_is_asked_for_where_the_devic
 def test_every_protocol_passes_its_own_check(protocol):
     settings = given(protocol)
     asked = experiments.pesc.check(settings)
-    named = [*experiments.pesc.ARMS] if settings["arms"] == "all" else settings["arms"].split(",")
+    named = (
+        [*experiments.pesc.ARMS]
+        if settings["arms"] == "all"
+        else settings["arms"].split(",")
+    )
     assert sorted(asked) == sorted(named)
 
 
@@ -123,13 +143,17 @@ def test_what_a_methods_settings_refuse_is_told_with_the_arms_name():
 
 
 @pytest.mark.parametrize("call", ["plan", "study"])
-def test_the_planner_and_a_study_refuse_what_the_notebook_refuses(call, tmp_path, monkeypatch):
+def test_the_planner_and_a_study_refuse_what_the_notebook_refuses(
+    call, tmp_path, monkeypatch
+):
     wrong = {"arms": "dense,matched", "host": "full", "rates": ""}
     message = "E-RANGE: host = 'full': matched widens"
     if call == "plan":
         refused(message, plans.trainings, "pesc", given("nano", **wrong))
         return
-    monkeypatch.setattr(study, "freeze", lambda folder: pytest.fail("a commit was frozen"))
+    monkeypatch.setattr(
+        study, "freeze", lambda folder: pytest.fail("a commit was frozen")
+    )
     (tmp_path / "notebooks").mkdir()
     shutil.copy(NOTEBOOK.path, tmp_path / "notebooks")
     lines = [f"{name}: {json.dumps(value)}" for name, value in wrong.items()]
@@ -140,12 +164,20 @@ def test_the_planner_and_a_study_refuse_what_the_notebook_refuses(call, tmp_path
 
 def test_rates_are_read_from_a_list_and_by_name_and_a_rate_beside_the_arms_is_no_harm():
     assert lists.rates("rates", "0.004") == [0.004]
-    assert lists.rates("rates", "1e-3, 0.5,") == [0.001, 0.5] and lists.rates("rates", "") == []
+    assert (
+        lists.rates("rates", "1e-3, 0.5,") == [0.001, 0.5]
+        and lists.rates("rates", "") == []
+    )
     text = " dense = 0.004, sparse=2e-3 "
-    assert lists.rates_by_name("x", text, ["dense", "sparse"]) == {"dense": 0.004, "sparse": 0.002}
+    assert lists.rates_by_name("x", text, ["dense", "sparse"]) == {
+        "dense": 0.004,
+        "sparse": 0.002,
+    }
     one = given(arms="sparse", rates="", fixed_rates=text)
     chosen = rates.given(one, experiments.pesc.check(one))
-    assert chosen.by_arm == {"sparse": 0.002} and chosen.losses == {} and chosen.ends == {}
+    assert (
+        chosen.by_arm == {"sparse": 0.002} and chosen.losses == {} and chosen.ends == {}
+    )
 
 
 def test_without_a_grid_or_fixed_rates_each_arm_has_its_parameter():
@@ -177,7 +209,9 @@ def test_each_arm_gets_the_rate_of_its_least_loss_and_a_best_at_an_end_is_told()
 
     names = ["low", "inside", "high", "tied"]
     chosen = rates.choose(names, [0.4, 0.1, 0.2], loss)
-    assert tried == [(arm, rate) for arm in names for rate in (0.4, 0.1, 0.2)]  # one grid for all
+    assert tried == [
+        (arm, rate) for arm in names for rate in (0.4, 0.1, 0.2)
+    ]  # one grid for all
     assert chosen.by_arm == {"low": 0.1, "inside": 0.2, "high": 0.4, "tied": 0.2}
     assert chosen.ends == {"low": "lowest", "high": "highest"}
     table = chosen.table
@@ -213,7 +247,8 @@ def test_an_arm_is_what_its_method_makes_of_the_base(name):
     one, other = made
     assert one.pesc.config == other.pesc.config == config
     trained = [
-        {n: p for n, p in model.named_parameters() if p.requires_grad} for model in (one, other)
+        {n: p for n, p in model.named_parameters() if p.requires_grad}
+        for model in (one, other)
     ]
     assert trained[0].keys() == trained[1].keys()
     assert all(torch.equal(trained[0][n], trained[1][n]) for n in trained[0])
@@ -223,8 +258,11 @@ def test_matched_trains_as_many_parameters_as_sparse_and_upcycled_whole_experts(
     sizes = {}
     for name in ("dense", "matched", "sparse", "upcycled"):
         model = experiments.pesc.ARMS[name].make(models.load("nano")[0], given())
-        sizes[name] = sum(part.numel() for part in model.parameters() if part.requires_grad)
-    per_rank = 4 * (4 * 2 * 128 + 3 * (128 + 352))  # of LoRA on all linear layers of nano
+        sizes[name] = sum(
+            part.numel() for part in model.parameters() if part.requires_grad
+        )
+    # Of LoRA on all linear layers of nano.
+    per_rank = 4 * (4 * 2 * 128 + 3 * (128 + 352))
     assert sizes["dense"] == 2 * per_rank
     assert abs(sizes["matched"] - sizes["sparse"]) <= per_rank / 2
     assert sizes["upcycled"] == 4 * (4 * 3 * 128 * 352 + 4 * 128)
@@ -270,17 +308,25 @@ def started(**changes):
     made = experiments.pesc.experiment(
         settings, arms, rows, lambda: models.load("nano")[0], tokenizer
     )
-    table = pd.DataFrame({"task": ["gcd"], "correct": [1], "score": [1.0], "nll": [0.5]})
-    return replace(made, train_rows=Dataset.from_list([]), test=lambda model, limit: table)
+    table = pd.DataFrame(
+        {"task": ["gcd"], "correct": [1], "score": [1.0], "nll": [0.5]}
+    )
+    return replace(
+        made, train_rows=Dataset.from_list([]), test=lambda model, limit: table
+    )
 
 
 def test_rates_are_tried_alike_for_every_arm_and_the_best_is_trained(calls):
     tried = started(rates="0.01,0.02,0.04", rate_steps=7, checkpointing=True)
     chosen = tried.choose_rates()
     assert [(how["label"], how["steps"]) for how in calls] == [
-        (f"{arm}, {rate}", 7) for arm in ("dense", "sparse") for rate in (0.01, 0.02, 0.04)
+        (f"{arm}, {rate}", 7)
+        for arm in ("dense", "sparse")
+        for rate in (0.01, 0.02, 0.04)
     ]
-    assert all(how["recomputes"] for how in calls)  # a trial takes no more memory than the run
+    assert all(
+        how["recomputes"] for how in calls
+    )  # a trial takes no more memory than the run
     assert chosen.by_arm == {"dense": 0.02, "sparse": 0.02} and chosen.ends == {}
     calls.clear()
     result = tried.run(tried.arms["sparse"], chosen["sparse"])
@@ -289,7 +335,10 @@ def test_rates_are_tried_alike_for_every_arm_and_the_best_is_trained(calls):
     assert how["penalty"] is pesc.balance_loss and how["recomputes"]
     run = Kept()
     experiments.pesc.record(run, "pesc", result)
-    assert run.values["pesc/sparse/accuracy"] == 1.0 and run.values["pesc/sparse/trained"] > 0
+    assert (
+        run.values["pesc/sparse/accuracy"] == 1.0
+        and run.values["pesc/sparse/trained"] > 0
+    )
     assert run.values["pesc/sparse/adapter_norm"] == 0  # nothing was trained
     assert run.lines == {"pesc/sparse/loss": [3.0, 2.0]}
 
@@ -300,7 +349,10 @@ def test_fixed_rates_are_those_that_arms_are_trained_at_and_none_is_tried(calls)
     assert calls == [] and chosen.losses == {}
     for name, arm in fixed.arms.items():
         fixed.run(arm, chosen[name])
-    assert [(how["label"], how["lr"]) for how in calls] == [("dense", 0.05), ("sparse", 0.03)]
+    assert [(how["label"], how["lr"]) for how in calls] == [
+        ("dense", 0.05),
+        ("sparse", 0.03),
+    ]
 
 
 def test_what_an_arm_gives_does_not_depend_on_what_was_drawn_before_it(calls):
@@ -309,7 +361,9 @@ def test_what_an_arm_gives_does_not_depend_on_what_was_drawn_before_it(calls):
     for _ in range(2):
         torch.rand(3)
         model = tried.run(arm, 0.1).model
-        weights.append(torch.cat([p.flatten() for p in pesc.trained(model, LORA).values()]))
+        weights.append(
+            torch.cat([p.flatten() for p in pesc.trained(model, LORA).values()])
+        )
     assert torch.equal(*weights)
 
 
@@ -321,15 +375,21 @@ def test_on_a_base_in_16_bits_every_arm_trains_in_float32(calls):
     tried = replace(tried, arms=experiments.pesc.check(settings), load=narrow)
     for arm in tried.arms.values():
         model = tried.run(arm, 0.1).model
-        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {
+            torch.float32
+        }
     assert tried.precisions == dict.fromkeys(tried.arms, "float32")
 
 
 def test_arms_that_train_in_different_precision_are_not_compared(calls):
     tried = started(rates="")
-    doubled = replace(tried.arms["dense"], name="doubled", build=lambda base, _: base.double())
+    doubled = replace(
+        tried.arms["dense"], name="doubled", build=lambda base, _: base.double()
+    )
     tried.run(tried.arms["dense"], 0.1)
     trained = len(calls)
-    refused("E-DTYPE: doubled trains in float64, dense in float32", tried.run, doubled, 0.1)
+    refused(
+        "E-DTYPE: doubled trains in float64, dense in float32", tried.run, doubled, 0.1
+    )
     assert len(calls) == trained  # refused before it trains
     started(rates="").run(doubled, 0.1)  # alone it may

@@ -25,59 +25,143 @@ def given(name, protocol="smoke", **changes):
 
 
 CANNOT = [
-    ("esft", "general lists 'gcd': tasks tests it too", {"tasks": "isa,gcd", "general": "gcd"}),
-    ("esft", "general lists 'gcd'", {"tasks": "metamathqa:gcd", "general": "gcd,equations"}),
+    (
+        "esft",
+        "general lists 'gcd': tasks tests it too",
+        {"tasks": "isa,gcd", "general": "gcd"},
+    ),
+    (
+        "esft",
+        "general lists 'gcd'",
+        {"tasks": "metamathqa:gcd", "general": "gcd,equations"},
+    ),
     ("esft", "tasks lists 'isa' twice", {"tasks": "isa,isa"}),
-    ("esft", "alignment = '' holds an empty name", {"alignment": "", "alignment_share": 0.0}),
+    (
+        "esft",
+        "alignment = '' holds an empty name",
+        {"alignment": "", "alignment_share": 0.0},
+    ),
     ("esft", "rates lists 'abc'", {"rates": "abc"}),
     ("rocket", "rates lists 'abc'", {"rates": "abc"}),
     ("rocket", "rates is empty: give one learning rate", {"rates": ""}),
     ("rocket", "rates lists 0.01 twice", {"rates": "0.01,1e-2"}),
-    ("rocket", "candidates = 8: members lists 3; take 3 or less", {
-        "members": "sums,gcd,licence", "candidates": 8, "experts": 2, "arms": "shots_only"}),
-    ("rocket", "candidates = 13: the shipped bank holds 12", {"members": "", "candidates": 13}),
-    ("rocket", "members = 'sums': there is nothing to choose", {
-        "members": "sums", "candidates": 1, "experts": 1, "top_k": 1, "arms": "mixture"}),
+    (
+        "rocket",
+        "candidates = 8: members lists 3; take 3 or less",
+        {
+            "members": "sums,gcd,licence",
+            "candidates": 8,
+            "experts": 2,
+            "arms": "shots_only",
+        },
+    ),
+    (
+        "rocket",
+        "candidates = 13: the shipped bank holds 12",
+        {"members": "", "candidates": 13},
+    ),
+    (
+        "rocket",
+        "members = 'sums': there is nothing to choose",
+        {
+            "members": "sums",
+            "candidates": 1,
+            "experts": 1,
+            "top_k": 1,
+            "arms": "mixture",
+        },
+    ),
     ("rocket", r"shots = 1000: kinship_told has \d+ annotated rows", {"shots": 1000}),
-    ("rocket", "shots = 2: data_by_hull takes open rows .* which takes 3", {
-        "shots": 2, "arms": "data_by_hull"}),
-    ("rocket", "targets lists 'kinship_tld': .* did you mean 'kinship_told'", {
-        "targets": "kinship_tld"}),
+    (
+        "rocket",
+        "shots = 2: data_by_hull takes open rows .* which takes 3",
+        {"shots": 2, "arms": "data_by_hull"},
+    ),
+    (
+        "rocket",
+        "targets lists 'kinship_tld': .* did you mean 'kinship_told'",
+        {"targets": "kinship_tld"},
+    ),
     ("rocket", "targets lists 'copyleft' twice", {"targets": "copyleft,copyleft"}),
     ("rocket", "benchmarks has 1 names, targets has 2", {"benchmarks": "piqa"}),
-    ("rocket", "encoder = '/nonexistent': there is no such folder", {"encoder": "/nonexistent"}),
-    ("rocket", "bank_rank = 4: LoRAs of the shipped bank have rank 16", {
-        "bank_rank": 4, "arms": "expert_lora"}),
-    ("rocket", r"valid_rows = 20000: \w+ has \d+ annotated rows", {
-        "valid_rows": 20000, "arms": "expert_lora"}),
+    (
+        "rocket",
+        "encoder = '/nonexistent': there is no such folder",
+        {"encoder": "/nonexistent"},
+    ),
+    (
+        "rocket",
+        "bank_rank = 4: LoRAs of the shipped bank have rank 16",
+        {"bank_rank": 4, "arms": "expert_lora"},
+    ),
+    (
+        "rocket",
+        r"valid_rows = 20000: \w+ has \d+ annotated rows",
+        {"valid_rows": 20000, "arms": "expert_lora"},
+    ),
     ("rocket", "top_k is 3, expected 1 to 2", {"top_k": 3}),
-    ("rivals", "searches = 3: the search of lorahub over 3 LoRAs takes 5 at least", {
-        "searches": 3, "arms": "lorahub"}),
-    ("rivals", "searches = 3: the search of lorahub_chosen over 2 LoRAs takes 4", {
-        "searches": 3, "arms": "lorahub_chosen"}),
+    (
+        "rivals",
+        "searches = 3: the search of lorahub over 3 LoRAs takes 5 at least",
+        {"searches": 3, "arms": "lorahub"},
+    ),
+    (
+        "rivals",
+        "searches = 3: the search of lorahub_chosen over 2 LoRAs takes 4",
+        {"searches": 3, "arms": "lorahub_chosen"},
+    ),
     ("rivals", "rates is empty", {"rates": ""}),
     ("rivals", "members = 'sums'", {"members": "sums"}),
-    ("together", "new names 'kinship_tld': .* did you mean 'kinship_told'", {
-        "new": "kinship_tld"}),
+    (
+        "together",
+        "new names 'kinship_tld': .* did you mean 'kinship_told'",
+        {"new": "kinship_tld"},
+    ),
     ("together", "tasks names 'gdc'", {"tasks": "gdc,isa"}),
-    ("together", "tasks = 'gcd': rocket mixes LoRAs of one task each", {
-        "tasks": "gcd", "arms": "full,rocket", "again": ""}),
-    ("together", "experts = 8: rocket chooses among the LoRAs of 4 tasks; take 4 or less", {
-        "experts": 8, "arms": "rocket"}),
+    (
+        "together",
+        "tasks = 'gcd': rocket mixes LoRAs of one task each",
+        {"tasks": "gcd", "arms": "full,rocket", "again": ""},
+    ),
+    (
+        "together",
+        "experts = 8: rocket chooses among the LoRAs of 4 tasks; take 4 or less",
+        {"experts": 8, "arms": "rocket"},
+    ),
     ("together", "experts = 8: mixlora has 4", {"experts": 8, "arms": "mixlora"}),
-    ("together", "top_k = 1: arrow takes 2", {"top_k": 1, "arms": "arrow", "again": ""}),
-    ("together", r"top_k = 5: su has 4 \(copies\); take 1 to 4", {"top_k": 5, "arms": "su"}),
-    ("together", r"copies = 4: trsu makes as many of each of 3 domains \(\w+, \w+, \w+\)", {
-        "tasks": "gcd,isa,docstring", "arms": "trsu", "again": ""}),
-    ("together", "adapters = 3: pesc_trsu makes as many", {
-        "adapters": 3, "arms": "pesc_trsu", "top_k": 2}),
-    ("together", "experts = 8: rocket chooses", {"experts": 8, "arms": "full", "again": "rocket"}),
+    (
+        "together",
+        "top_k = 1: arrow takes 2",
+        {"top_k": 1, "arms": "arrow", "again": ""},
+    ),
+    (
+        "together",
+        r"top_k = 5: su has 4 \(copies\); take 1 to 4",
+        {"top_k": 5, "arms": "su"},
+    ),
+    (
+        "together",
+        r"copies = 4: trsu makes as many of each of 3 domains \(\w+, \w+, \w+\)",
+        {"tasks": "gcd,isa,docstring", "arms": "trsu", "again": ""},
+    ),
+    (
+        "together",
+        "adapters = 3: pesc_trsu makes as many",
+        {"adapters": 3, "arms": "pesc_trsu", "top_k": 2},
+    ),
+    (
+        "together",
+        "experts = 8: rocket chooses",
+        {"experts": 8, "arms": "full", "again": "rocket"},
+    ),
     ("together", "again lists 'lroa': did you mean 'lora'", {"again": "lroa"}),
     ("together", "rates is empty", {"rates": ""}),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("name", "message", "changes"), CANNOT, ids=lambda part: str(part)[:60])
+@pytest.mark.parametrize(
+    ("name", "message", "changes"), CANNOT, ids=lambda part: str(part)[:60]
+)
 def test_parameters_with_which_an_arm_cannot_run_are_refused_before_any_work(
     name, message, changes
 ):
@@ -86,17 +170,23 @@ def test_parameters_with_which_an_arm_cannot_run_are_refused_before_any_work(
         refused(f"E-RANGE: (.*; and )?{message}", refuses, name, settings)
 
 
-@pytest.mark.parametrize(("name", "changes"), [
-    ("esft", {"tasks": "gcd", "general": "equations"}),
-    ("rocket", {"targets": "kinship_told"}),
-    ("rocket", {"shots": 1, "arms": "mixture"}),
-    ("rocket", {"bank_rank": 4, "arms": "mixture"}),
-    ("rivals", {"targets": "kinship_told", "arms": "expert_lora"}),
-    ("rivals", {"searches": 3, "arms": "random"}),
-    ("together", {"tasks": "gcd", "arms": "full,lora", "again": "lora"}),
-    ("together", {"tasks": "gcd,isa,docstring", "arms": "trsu", "copies": 3, "again": ""}),
-    ("together", {"base": "nano-moe", "arms": "gate", "again": "lora"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("esft", {"tasks": "gcd", "general": "equations"}),
+        ("rocket", {"targets": "kinship_told"}),
+        ("rocket", {"shots": 1, "arms": "mixture"}),
+        ("rocket", {"bank_rank": 4, "arms": "mixture"}),
+        ("rivals", {"targets": "kinship_told", "arms": "expert_lora"}),
+        ("rivals", {"searches": 3, "arms": "random"}),
+        ("together", {"tasks": "gcd", "arms": "full,lora", "again": "lora"}),
+        (
+            "together",
+            {"tasks": "gcd,isa,docstring", "arms": "trsu", "copies": 3, "again": ""},
+        ),
+        ("together", {"base": "nano-moe", "arms": "gate", "again": "lora"}),
+    ],
+)
 def test_what_can_run_is_let_through(name, changes):
     experiments.check(name, given(name, **changes))
 

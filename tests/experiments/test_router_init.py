@@ -26,8 +26,14 @@ def given(protocol="smoke", **changes):
 
 EMPTY = {"tasks_code": "", "tasks_mathematics": "", "tasks_text": ""}
 CANNOT = {
-    "tasks_code is empty: trsu starts experts": {"arms": "dense,trsu", "tasks_code": ""},
-    "tasks_mathematics is empty: trsu4 starts": {"arms": "trsu4", "tasks_mathematics": ""},
+    "tasks_code is empty: trsu starts experts": {
+        "arms": "dense,trsu",
+        "tasks_code": "",
+    },
+    "tasks_mathematics is empty: trsu4 starts": {
+        "arms": "trsu4",
+        "tasks_mathematics": "",
+    },
     "tasks_text is empty: trsu3 starts": {"arms": "trsu3", "tasks_text": ""},
     "tasks_code, tasks_mathematics, tasks_text are empty": {"arms": "dense", **EMPTY},
     "tasks_text lists 'isb': .* did you mean 'isa'": {"tasks_text": "isb"},
@@ -40,16 +46,21 @@ CANNOT = {
 
 
 @pytest.mark.parametrize(("message", "changes"), CANNOT.items(), ids=CANNOT)
-def test_parameters_with_which_an_arm_cannot_run_are_refused_before_any_work(message, changes):
+def test_parameters_with_which_an_arm_cannot_run_are_refused_before_any_work(
+    message, changes
+):
     for refuses in (experiments.check, plans.trainings):
         refused(f"E-RANGE: {message}", refuses, "router_init", given(**changes))
 
 
-@pytest.mark.parametrize("changes", [
-    {"arms": "dense,crsu", "tasks_code": ""},
-    {"arms": "trsu", "tasks_text": ""},
-    {"arms": "trsu3", "tasks_code": "", "tasks_text": "mmlu", "mix": "router_init"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"arms": "dense,crsu", "tasks_code": ""},
+        {"arms": "trsu", "tasks_text": ""},
+        {"arms": "trsu3", "tasks_code": "", "tasks_text": "mmlu", "mix": "router_init"},
+    ],
+)
 def test_an_arm_that_does_without_a_domain_runs_without_it(changes):
     experiments.check("router_init", given(**changes))
 
@@ -58,7 +69,11 @@ def test_an_arm_that_does_without_a_domain_runs_without_it(changes):
 def test_every_protocol_passes_its_own_check(protocol):
     settings = given(protocol)
     asked = ROUTER_INIT.check(settings)
-    named = [*ROUTER_INIT.ARMS] if settings["arms"] == "all" else settings["arms"].split(",")
+    named = (
+        [*ROUTER_INIT.ARMS]
+        if settings["arms"] == "all"
+        else settings["arms"].split(",")
+    )
     assert sorted(asked) == sorted(named)
 
 
@@ -72,11 +87,16 @@ def test_a_shorter_training_has_its_own_steps_and_a_warm_up_as_long_as_the_other
         assert recipe["warmup"] * recipe["steps"] == pytest.approx(0.05 * steps)
 
 
-@pytest.mark.parametrize(("name", "config"), [
-    ("su4", upcycling.Config(experts=4)),
-    ("crsu_renormalised", upcycling.Config(experts=4, combine="renormalised")),
-])  # fmt: skip
-def test_an_upcycled_arm_is_what_the_method_makes_of_the_base_and_its_start(name, config):
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("su4", upcycling.Config(experts=4)),
+        ("crsu_renormalised", upcycling.Config(experts=4, combine="renormalised")),
+    ],
+)
+def test_an_upcycled_arm_is_what_the_method_makes_of_the_base_and_its_start(
+    name, config
+):
     start = upcycling.su(models.load("nano")[0], 4, kind="wide", seed=3)
     arm = ROUTER_INIT.ARMS[name]
     settings = given()
@@ -92,7 +112,9 @@ def test_the_dense_arm_is_the_base_and_all_of_it_trains():
     made = arm.make(models.load("nano")[0], given())
     assert arm.penalty is None and all(part.requires_grad for part in made.parameters())
     whole = models.load("nano")[0].state_dict()
-    assert all(torch.equal(part, whole[name]) for name, part in made.state_dict().items())
+    assert all(
+        torch.equal(part, whole[name]) for name, part in made.state_dict().items()
+    )
 
 
 def test_an_arm_is_trained_as_by_hand_and_looked_at_where_its_plan_says(monkeypatch):
@@ -100,13 +122,17 @@ def test_an_arm_is_trained_as_by_hand_and_looked_at_where_its_plan_says(monkeypa
     arms = ROUTER_INIT.check(settings)
     base, tokenizer = models.load("nano")
     rows = ROUTER_INIT.rows(settings)
-    starts = {name: upcycling.su(base, arms[name].configure(settings).experts, seed=1)
-              for name in ("su", "su4")}  # fmt: skip
+    starts = {
+        name: upcycling.su(base, arms[name].configure(settings).experts, seed=1)
+        for name in ("su", "su4")
+    }
 
     def load():
         return models.load("nano")[0]
 
-    made = ROUTER_INIT.experiment(settings, arms, starts, rows, load, tokenizer, bf16=False)
+    made = ROUTER_INIT.experiment(
+        settings, arms, starts, rows, load, tokenizer, bf16=False
+    )
     tested = []
 
     def test(model, limit):
@@ -121,7 +147,9 @@ def test_an_arm_is_trained_as_by_hand_and_looked_at_where_its_plan_says(monkeypa
         courses[name] = ROUTER_INIT.run(made, arm, 0.001, parts, first)
     few, many = settings["quarter_rows"], settings["test_rows"]
     assert tested == [many, many, few, few, few, many]  # su4 after each quarter
-    assert sorted(courses["su4"].answers) == [2, 4, 6, 8] and sorted(courses["su"].answers) == [8]
+    assert sorted(courses["su4"].answers) == [2, 4, 6, 8] and sorted(
+        courses["su"].answers
+    ) == [8]
     assert courses["dense"].before == {} and courses["su"].before["entropy"] > 0
     assert courses["su"].shares is not None and courses["su4"].shares is None
     planned = ROUTER_INIT.plan(settings)["su"]
@@ -145,9 +173,15 @@ def test_an_arm_is_trained_as_by_hand_and_looked_at_where_its_plan_says(monkeypa
     tried = []
     monkeypatch.setattr(module, "fit", lambda model, rows, **how: tried.append(how))
     monkeypatch.setattr(module, "nats", lambda *_, **__: len(tried))
-    searched = replace(made, settings=settings | {"rates": "0.002,0.001", "rate_steps": 3})
+    searched = replace(
+        made, settings=settings | {"rates": "0.002,0.001", "rate_steps": 3}
+    )
     chosen = searched.choose_rates()
     assert [how["steps"] for how in tried] == [3] * 6
     assert {how["warmup"] for how in tried} == {settings["warmup"]}
-    assert [how["penalty"] for how in tried] == [None] * 2 + [upcycling.balance_loss] * 4
-    assert chosen.by_arm == dict.fromkeys(arms, 0.002)  # tried first, so of least "loss"
+    assert [how["penalty"] for how in tried] == [None] * 2 + [
+        upcycling.balance_loss
+    ] * 4
+    assert chosen.by_arm == dict.fromkeys(
+        arms, 0.002
+    )  # tried first, so of least "loss"

@@ -38,9 +38,11 @@ def figures(times: int) -> Iterator[Callable[..., None]]:
         path = Path(name)
         record = json.loads(path.read_text()) if path.exists() else {}
         facts = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"), "times": times,
-            "seconds": round(time.monotonic() - start), "commit": results.commit(ROOT),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "times": times,
+            "seconds": round(time.monotonic() - start),
+            "commit": results.commit(ROOT),
             "versions": runtime.versions(),
-        }  # fmt: skip
+        }
         record |= {part: facts | {"kinds": kinds} for part, kinds in counts.items()}
         path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")

@@ -19,8 +19,12 @@ from moebook.data import tasks
 
 REPOSITORY = Path(__file__).parents[2]
 OURS = "bench evaluation methods.esft methods.pesc methods.upcycling notebook.runner together"
-PRELOADED = ["datasets", "ipykernel.ipkernel", "transformers.models.llama.modeling_llama",
-             *(f"moebook.{name}" for name in OURS.split())]  # fmt: skip
+PRELOADED = [
+    "datasets",
+    "ipykernel.ipkernel",
+    "transformers.models.llama.modeling_llama",
+    *(f"moebook.{name}" for name in OURS.split()),
+]
 
 
 class Forks:
@@ -30,8 +34,16 @@ class Forks:
         self.told, mark = told, secrets.token_hex(8)
         self.mark = mark.encode()
         inline = "module://matplotlib_inline.backend_inline"  # as a kernel sets it on its own
-        env = os.environ | {"FORKS": mark, "PYTHONPATH": str(REPOSITORY), "MPLBACKEND": inline}
-        command = [sys.executable, "-c", "from tests.faults import forks; forks.serve()"]
+        env = os.environ | {
+            "FORKS": mark,
+            "PYTHONPATH": str(REPOSITORY),
+            "MPLBACKEND": inline,
+        }
+        command = [
+            sys.executable,
+            "-c",
+            "from tests.faults import forks; forks.serve()",
+        ]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, env=env, **pipes)
 

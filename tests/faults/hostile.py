@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from moebook.errors import Refusal
 
 Arguments = dict[str, Any]
-Flaw = tuple[str, str, Callable[[], Any]]  # which argument, what kind, and what makes the bad value
+# Which argument, what kind, and what makes the bad value.
+Flaw = tuple[str, str, Callable[[], Any]]
 EVERY = "*"
 FORM = "another form"  # a kind that is no fault: the result must be that of the healthy call
 
@@ -39,7 +40,9 @@ class Row:
     more: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # By argument, kinds that may end in the library's own error: what is of a wrong type.
     own: Mapping[str, str] = field(default_factory=dict)
-    settings: tuple[str, ...] = ()  # arguments that stay as they are: checked by another test
+    settings: tuple[
+        str, ...
+    ] = ()  # arguments that stay as they are: checked by another test
     # Arguments of several values, which may come in any form that can be gone through.
     several: tuple[str, ...] = ()
     tolerance: float = 1e-4
@@ -60,7 +63,13 @@ def flaws(value: Any, place: str) -> Iterator[Flaw]:
         yield from ((place, kind, lambda bad=bad: bad) for kind, bad in numbers.items())
         yield from ((place, "huge", lambda: 10**30), (place, "nan", lambda: math.nan))
     elif isinstance(value, float):
-        numbers = {"nan": math.nan, "inf": math.inf, "negative": -1.0, "zero": 0.0, "huge": 1e308}
+        numbers = {
+            "nan": math.nan,
+            "inf": math.inf,
+            "negative": -1.0,
+            "zero": 0.0,
+            "huge": 1e308,
+        }
         yield from ((place, kind, lambda bad=bad: bad) for kind, bad in numbers.items())
         yield from ((place, "inf", lambda: -math.inf), (place, "huge", lambda: 10**400))
     elif isinstance(value, str):
@@ -68,17 +77,29 @@ def flaws(value: Any, place: str) -> Iterator[Flaw]:
         yield from ((place, kind, lambda bad=bad: bad) for kind, bad in texts.items())
     elif isinstance(value, Path):
         names = {"missing": "no such", "nul": "a\0b", "long": "x" * 5000}
-        yield from ((place, k, lambda bad=bad: value.parent / bad) for k, bad in names.items())
+        yield from (
+            (place, k, lambda bad=bad: value.parent / bad) for k, bad in names.items()
+        )
     elif isinstance(value, Mapping):
         yield from _of_mapping(value, place)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         for name, part in zip(value._fields, value, strict=True):
             for where, kind, make in flaws(part, f"{place}.{name}"):
-                yield where, kind, lambda make=make, n=name: _rebuilt(value, **{n: make()})
+                yield (
+                    where,
+                    kind,
+                    lambda make=make, n=name: _rebuilt(value, **{n: make()}),
+                )
     elif is_dataclass(value) and not isinstance(value, type):
         for one in fields(value):
-            for where, kind, make in flaws(getattr(value, one.name), f"{place}.{one.name}"):
-                yield where, kind, lambda make=make, n=one.name: replace(value, **{n: make()})
+            for where, kind, make in flaws(
+                getattr(value, one.name), f"{place}.{one.name}"
+            ):
+                yield (
+                    where,
+                    kind,
+                    lambda make=make, n=one.name: replace(value, **{n: make()}),
+                )
     elif isinstance(value, (list, tuple)):
         yield from _of_sequence(value, place)
 
@@ -118,7 +139,13 @@ def _tensors(value: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield kind, _with(value, first, number)
         yield "zero", torch.zeros_like(value)
         yield "huge", value * (1e30 if value.dtype != torch.float16 else 1e4)
-        dtypes = (torch.int64, torch.bool, torch.complex64, torch.float16, torch.float64)
+        dtypes = (
+            torch.int64,
+            torch.bool,
+            torch.complex64,
+            torch.float16,
+            torch.float64,
+        )
     else:
         if value.dtype != torch.bool:
             yield "negative", _with(value, first, -1)
@@ -144,8 +171,12 @@ def _of_rows(value: Dataset, place: str) -> Iterator[Flaw]:
         yield f"{place}.{name}", "missing", lambda rest=rest: rest
         if not isinstance(column[0], list):
             continue
-        bad = {"short": column[0][:-1], "negative": [-7, *column[0][1:]],
-               "out of range": [10**9, *column[0][1:]], "empty": []}  # fmt: skip
+        bad = {
+            "short": column[0][:-1],
+            "negative": [-7, *column[0][1:]],
+            "out of range": [10**9, *column[0][1:]],
+            "empty": [],
+        }
         for kind, first in bad.items():
             made = {**value.to_dict(), name: [first, *column[1:]]}
             yield f"{place}.{name}", kind, lambda made=made: Dataset.from_dict(made)
@@ -182,8 +213,14 @@ def _of_mapping(value: Mapping[Any, Any], place: str) -> Iterator[Flaw]:
     named = not isinstance(first, (int, tuple))
     odd = "no such" if named else 10**6
     if not isinstance(first, tuple):
-        yield place, "unknown", lambda: {**{k: v for k, v in value.items() if k != first},
-                                         odd: value[first]}  # fmt: skip
+        yield (
+            place,
+            "unknown",
+            lambda: {
+                **{k: v for k, v in value.items() if k != first},
+                odd: value[first],
+            },
+        )
     tensors = isinstance(value[first], Tensor)
     for name in value if tensors or isinstance(value[first], (str, int)) else [first]:
         for where, kind, make in flaws(value[name], f"{place}[{name}]"):
@@ -226,7 +263,9 @@ def outcomes(name: str, row: Row, share: float = 1.0) -> Iterator[Outcome]:
     whole = row.call(**row.healthy())
     if row.truth is not None:
         truth = row.truth(**row.healthy())
-        assert not differs(whole, truth, row.tolerance), f"{name}: the healthy call is not right"
+        assert not differs(whole, truth, row.tolerance), (
+            f"{name}: the healthy call is not right"
+        )
     calls = list(_calls(row))
     if share < 1:
         calls = random.Random(name).sample(calls, math.ceil(share * len(calls)))
@@ -270,7 +309,8 @@ def _calls(row: Row) -> Iterator[tuple[str, Flaw]]:
 def _outcome(name: str, row: Row, whole: Any, argument: str, flaw: Flaw) -> Outcome:
     place, kind, make = flaw
     about = name, place, kind
-    kept = row.healthy() if row.truth else {}  # what a call was given it may have changed
+    # What a call was given it may have changed.
+    kept = row.healthy() if row.truth else {}
     try:
         kept[argument] = make()
         result = row.call(**{**row.healthy(), argument: make()})
@@ -285,7 +325,9 @@ def _outcome(name: str, row: Row, whole: Any, argument: str, flaw: Flaw) -> Outc
     return Outcome(*about, WRONG if problem else RIGHT, problem)
 
 
-def _problem(row: Row, given: Arguments, whole: Any, result: Any, place: str, kind: str) -> str:
+def _problem(
+    row: Row, given: Arguments, whole: Any, result: Any, place: str, kind: str
+) -> str:
     """Say why an accepted call is not right; "" where it is."""
     if kind == FORM:
         return differs(result, whole, row.tolerance)
@@ -297,7 +339,8 @@ def _problem(row: Row, given: Arguments, whole: Any, result: Any, place: str, ki
             truth = row.truth(**given)
         except Exception as error:
             return f"accepted, where the truth is {type(error).__name__}: {str(error)[:200]}"
-        return differs(result, truth, 0.02 if kind == "dtype" else row.tolerance)  # of 16 bits
+        # Of 16 bits.
+        return differs(result, truth, 0.02 if kind == "dtype" else row.tolerance)
     shows = any(not np.isfinite(part).all() for part in numbers(result))
     if kind in ("nan", "inf", "huge") and shows:
         return ""
@@ -359,7 +402,9 @@ def numbers(value: Any) -> list[np.ndarray]:
 def form(value: Any) -> list[str]:
     """The kinds of a result's parts, without what they hold."""
     kinds = {int: "number", float: "number", np.float64: "number", np.int64: "number"}
-    return sorted({kinds.get(type(leaf), type(leaf).__name__) for leaf in leaves(value)})
+    return sorted(
+        {kinds.get(type(leaf), type(leaf).__name__) for leaf in leaves(value)}
+    )
 
 
 def differs(result: Any, truth: Any, tolerance: float) -> str:
@@ -377,5 +422,12 @@ def differs(result: Any, truth: Any, tolerance: float) -> str:
         if silent.any():
             place = tuple(np.argwhere(silent)[0])
             return f"{part[place]} at {place}, the truth is {right[place]}"
-    texts = [[leaf for leaf in leaves(value) if isinstance(leaf, str)] for value in (result, truth)]
-    return "" if texts[0] == texts[1] else f"texts {texts[0][:5]}, the truth has {texts[1][:5]}"
+    texts = [
+        [leaf for leaf in leaves(value) if isinstance(leaf, str)]
+        for value in (result, truth)
+    ]
+    return (
+        ""
+        if texts[0] == texts[1]
+        else f"texts {texts[0][:5]}, the truth has {texts[1][:5]}"
+    )

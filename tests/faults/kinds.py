@@ -59,7 +59,9 @@ def digest(model: torch.nn.Module) -> str:
     """Hash all of a model's tensors and their names."""
     total = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        total.update(f"{name} {tensor.shape} {tensor.dtype}".encode() + tensor.numpy().tobytes())
+        total.update(
+            f"{name} {tensor.shape} {tensor.dtype}".encode() + tensor.numpy().tobytes()
+        )
     return total.hexdigest()
 
 
@@ -74,13 +76,27 @@ def read_model(folder: Path) -> Any:
 
 
 SPARSE = transformers.OlmoeConfig(
-    vocab_size=40, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-    num_experts=4, num_experts_per_tok=2, pad_token_id=2, bos_token_id=0, eos_token_id=1,
-)  # fmt: skip
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_experts=4,
+    num_experts_per_tok=2,
+    pad_token_id=2,
+    bos_token_id=0,
+    eos_token_id=1,
+)
 DENSE = transformers.LlamaConfig(
-    vocab_size=40, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-    pad_token_id=2, bos_token_id=0, eos_token_id=1,
-)  # fmt: skip
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    pad_token_id=2,
+    bos_token_id=0,
+    eos_token_id=1,
+)
 BASES: dict[type, Any] = {}
 
 
@@ -88,19 +104,25 @@ def base(config: Any = DENSE) -> Any:
     """A fresh copy of a small model, always the same one."""
     if type(config) not in BASES:
         torch.manual_seed(0)
-        BASES[type(config)] = transformers.AutoModelForCausalLM.from_config(config).eval()
+        BASES[type(config)] = transformers.AutoModelForCausalLM.from_config(
+            config
+        ).eval()
     return copy.deepcopy(BASES[type(config)])
 
 
 def make_checkpoints(folder: Path, get: Get) -> None:
-    crafted = pesc.prepare(base(), pesc.Config(experts=2, top_k=2, adapter_width=4, lora_rank=2))
+    crafted = pesc.prepare(
+        base(), pesc.Config(experts=2, top_k=2, adapter_width=4, lora_rank=2)
+    )
     pesc.save(crafted, folder / "pesc")
     chosen = esft.Selection(experts={0: (1, 2)})
     esft.save(esft.specialise(base(SPARSE), chosen), folder / "esft")
     bank = [lora(name, seed) for seed, name in enumerate(("one", "two"))]
     for each in bank:
         loras.write(each, folder / each.name)
-    mixture.save(mixture.build(base(), bank, Config(experts=2, top_k=1)), folder / "rocket")
+    mixture.save(
+        mixture.build(base(), bank, Config(experts=2, top_k=1)), folder / "rocket"
+    )
     plain = loras.write(lora("peft", 2), folder / "peft")
     for name in ("MANIFEST.json", "MANIFEST.sha256"):
         (plain / name).unlink()
@@ -109,8 +131,10 @@ def make_checkpoints(folder: Path, get: Get) -> None:
 def lora(name: str, seed: int) -> loras.Lora:
     draw, model = torch.Generator().manual_seed(seed), base()
     paths = list(loras.linears(model, ["q_proj"]))
-    down, up = ({path: torch.randn(shape, generator=draw) for path in paths}
-                for shape in ((2, 16), (16, 2)))  # fmt: skip
+    down, up = (
+        {path: torch.randn(shape, generator=draw) for path in paths}
+        for shape in ((2, 16), (16, 2))
+    )
     told = {"data": "sums", "prompts": ["0123456789abcdef"], "losses": [1.5]}
     return loras.Lora(name, 2, 4.0, down, up, fingerprint(model), provenance=told)
 
@@ -151,44 +175,85 @@ def make_training(folder: Path, get: Get) -> None:
 
 def read_training(folder: Path) -> Any:
     model, optimizer, rates = training()
-    history = Store(folder=folder, run={"seed": 0}, every=1).restore(model, optimizer, rates, 1)
+    history = Store(folder=folder, run={"seed": 0}, every=1).restore(
+        model, optimizer, rates, 1
+    )
     return digest(model), pformat(optimizer.state_dict()), rates.get_last_lr(), history
 
 
-PARAMETERS = 'tier: str = "smoke"  # scale {smoke, study}\nseed: int = 0  # of all [0, 9]\n' \
-             'top_k: int = 2  # experts [1, 8]\nlr: float = 0.1  # rate (0, 1]'  # fmt: skip
-VALUES = (Value("toy/mean", 0.5, "share", (0.25, 0.75)), Value("toy/size", 3.0, "count"))
+PARAMETERS = (
+    'tier: str = "smoke"  # scale {smoke, study}\nseed: int = 0  # of all [0, 9]\n'
+    "top_k: int = 2  # experts [1, 8]\nlr: float = 0.1  # rate (0, 1]"
+)
+VALUES = (
+    Value("toy/mean", 0.5, "share", (0.25, 0.75)),
+    Value("toy/size", 3.0, "count"),
+)
 
 
 def make_project(folder: Path, get: Get) -> None:
     """A project of one notebook, its page, a pool, a bench run, and a reader's executed copy."""
-    for name in ("notebooks", "book/notebooks", "results/toy/nano", "results/bench/cpu", "moebook"):
+    for name in (
+        "notebooks",
+        "book/notebooks",
+        "results/toy/nano",
+        "results/bench/cpu",
+        "moebook",
+    ):
         (folder / name).mkdir(parents=True)
     repository = {"url": "https://example.org/x", "branch": "main"}
-    (folder / "_config.yml").write_text(json.dumps({"title": "toy", "repository": repository}))
+    (folder / "_config.yml").write_text(
+        json.dumps({"title": "toy", "repository": repository})
+    )
     (folder / "moebook" / "toy.py").write_text("def mean():\n    pass\n")
     chapters = [{"file": "found"}, {"file": "notebooks/01_toy"}]
     toc = {"root": "intro", "parts": [{"caption": "x", "chapters": chapters}]}
     (folder / "book" / "_toc.yml").write_text(json.dumps(toc))
     (folder / ".commit").write_text("0" * 40)
     (folder / "requirements.lock").write_text("torch==2.13.0\n")
-    shown = [new_output("display_data", {VALUE: results.plain(value)}) for value in VALUES]
+    shown = [
+        new_output("display_data", {VALUE: results.plain(value)}) for value in VALUES
+    ]
     tagged = new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})
-    title = {"cell_type": "markdown", "metadata": {}, "source": "# A toy", "id": "title"}
+    title = {
+        "cell_type": "markdown",
+        "metadata": {},
+        "source": "# A toy",
+        "id": "title",
+    }
     notebook = new_notebook(cells=[title, tagged, new_code_cell("run()")])
     (folder / "notebooks" / "01_toy.ipynb").write_text(json.dumps(notebook))
-    (folder / "notebooks" / "01_toy.nano.yaml").write_text("tier: study\ntop_k: 4\nlr: 0.25\n")
+    (folder / "notebooks" / "01_toy.nano.yaml").write_text(
+        "tier: study\ntop_k: 4\nlr: 0.25\n"
+    )
     notebook.cells[-1].outputs = shown
     ran(notebook, tier="smoke", seed=0, top_k=2, lr=0.1)
     page = folder / "book" / "notebooks" / "01_toy.ipynb"
     page.write_text(json.dumps(notebook))
     (folder / "mine.ipynb").write_text(json.dumps(notebook, indent=1))
-    machine = {"cpu": "x", "cores": 2, "accelerator": None, "versions": {"torch": "2.13.0"}}
-    manifest = {"date": "2026-11-01T00:00:00+00:00", "seconds": 1.5, "peak_memory": 10**9,
-                "commit": {"id": "0" * 40, "dirty": False}, "environment": machine,
-                "parameters": {"top_k": 4}, "overrides": {}}  # fmt: skip
-    parts = {"values": VALUES, "curves": (Curve("toy/loss", "nats", (1.0, 2.0), (0.5, 0.25)),)}
-    parts |= {"code": {"notebook": "0" * 64, "lock": "1" * 64, "modules": {}}, "seed": 0}
+    machine = {
+        "cpu": "x",
+        "cores": 2,
+        "accelerator": None,
+        "versions": {"torch": "2.13.0"},
+    }
+    manifest = {
+        "date": "2026-11-01T00:00:00+00:00",
+        "seconds": 1.5,
+        "peak_memory": 10**9,
+        "commit": {"id": "0" * 40, "dirty": False},
+        "environment": machine,
+        "parameters": {"top_k": 4},
+        "overrides": {},
+    }
+    parts = {
+        "values": VALUES,
+        "curves": (Curve("toy/loss", "nats", (1.0, 2.0), (0.5, 0.25)),),
+    }
+    parts |= {
+        "code": {"notebook": "0" * 64, "lock": "1" * 64, "modules": {}},
+        "seed": 0,
+    }
     for name, protocol, tier, place in (
         ("toy", "nano", "study", "results/toy/nano/0.parquet"),
         ("bench", "cpu", "cpu", "results/bench/cpu/0.parquet"),
@@ -262,18 +327,28 @@ def read_papers(folder: Path) -> Any:
         each.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(printed, "FOLDER", folder)
-        return repr((papers.claims("esft"), papers.audit("esft"), printed.hyperparameters("esft")))
+        return repr(
+            (
+                papers.claims("esft"),
+                papers.audit("esft"),
+                printed.hyperparameters("esft"),
+            )
+        )
 
 
-ROWS = [{"query": f"What is {n} + {n}?", "response": f"It is {2 * n}."} for n in range(4)]
+ROWS = [
+    {"query": f"What is {n} + {n}?", "response": f"It is {2 * n}."} for n in range(4)
+]
 
 
 def make_data(folder: Path, get: Get) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "rows.json").write_text(json.dumps(ROWS))
     pd.DataFrame(ROWS).to_parquet(folder / "rows.parquet")
-    scores = {kind: {str(layer): {str(e): 0.25 for e in range(4)} for layer in (1, 2)}
-              for kind in ("token_scores", "gate_scores")}  # fmt: skip
+    scores = {
+        kind: {str(layer): {str(e): 0.25 for e in range(4)} for layer in (1, 2)}
+        for kind in ("token_scores", "gate_scores")
+    }
     (folder / "scores.json").write_text(json.dumps(scores))
     chosen = {"shared_experts": False, "non_expert_modules": True}
     chosen["experts"] = {"1": [0, 3], "2": [2]}
@@ -288,7 +363,9 @@ def rows(name: str) -> Callable[[Path], Any]:
 
 
 def routing(name: str) -> Callable[[Path], Any]:
-    return lambda folder: repr(esft.replay(folder / name, experts=4, top_k=2, pooling="tokens"))
+    return lambda folder: repr(
+        esft.replay(folder / name, experts=4, top_k=2, pooling="tokens")
+    )
 
 
 def make_package(folder: Path, get: Get) -> None:
@@ -303,7 +380,10 @@ PACKAGED = {
     "data/hub.py": ["data/catalogue.yaml"],
     "data/tasks/__init__.py": ["data/tasks/tasks.yaml"],
     "data/tasks/pools.py": ["data/tasks/requests.yaml"],
-    "methods/rocket/bank.py": ["methods/rocket/catalogue.yaml", "methods/rocket/nano/recipe.yaml"],
+    "methods/rocket/bank.py": [
+        "methods/rocket/catalogue.yaml",
+        "methods/rocket/nano/recipe.yaml",
+    ],
     "bench/running.py": ["bench/cases.yaml"],
     "bench/report.py": ["bench/goals.yaml"],
 }
@@ -322,7 +402,9 @@ def imported(module: str) -> Callable[[Path], Any]:
             del sys.modules[spec.name]
         if module.endswith("pools.py"):
             return repr([*there.POOLS["intent_json"](), *there.POOLS["intent_new"]()])
-        shown = repr({name: value for name, value in vars(there).items() if name.isupper()})
+        shown = repr(
+            {name: value for name, value in vars(there).items() if name.isupper()}
+        )
         return re.sub(" at 0x[0-9a-f]+", "", shown)
 
     return read
@@ -332,57 +414,124 @@ def make_recipe(folder: Path, get: Get) -> None:
     shutil.copy(PACKAGE / "models" / "nano" / "recipe.yaml", folder)
 
 
-PESC, ESFT, ROCKET = (checkpoint(method, name, config) for method, name, config in (
-    (pesc, "pesc", DENSE), (esft, "esft", SPARSE), (mixture, "rocket", DENSE)))  # fmt: skip
+PESC, ESFT, ROCKET = (
+    checkpoint(method, name, config)
+    for method, name, config in (
+        (pesc, "pesc", DENSE),
+        (esft, "esft", SPARSE),
+        (mixture, "rocket", DENSE),
+    )
+)
 POOL = verified("toy", lambda folder: repr(store.pools("toy", folder)))
 BENCH = verified("bench", lambda folder: repr(store.pools("bench", folder)))
 PAGE = verified("toy", page)
 PROMISED: list[tuple[Any, dict[str, Callable[[Path], Any]]]] = [
-    (make_checkpoints, {
-        "pesc/MANIFEST.json": PESC, "pesc/MANIFEST.sha256": PESC, "pesc/trained.safetensors": PESC,
-        "rocket/MANIFEST.json": ROCKET, "esft/MANIFEST.json": ESFT, "esft/experts.json": ESFT,
-        "one/MANIFEST.json": read_lora("one"), "one/adapter_config.json": read_lora("one"),
-        "one/adapter_model.safetensors": read_lora("one"),
-    }),
-    (make_training, dict.fromkeys(
-        ("step-1/facts.json", "step-1/tensors.safetensors", "step-1/MANIFEST.json"),
-        read_training)),
-    (make_project, {
-        "results/toy/nano/0.parquet": POOL, "results/bench/cpu/0.parquet": BENCH,
-        "results/SHA256SUMS": POOL,
-        "book/notebooks/01_toy.parquet": PAGE, "book/notebooks/01_toy.ipynb": PAGE,
-    }),
-]  # fmt: skip
+    (
+        make_checkpoints,
+        {
+            "pesc/MANIFEST.json": PESC,
+            "pesc/MANIFEST.sha256": PESC,
+            "pesc/trained.safetensors": PESC,
+            "rocket/MANIFEST.json": ROCKET,
+            "esft/MANIFEST.json": ESFT,
+            "esft/experts.json": ESFT,
+            "one/MANIFEST.json": read_lora("one"),
+            "one/adapter_config.json": read_lora("one"),
+            "one/adapter_model.safetensors": read_lora("one"),
+        },
+    ),
+    (
+        make_training,
+        dict.fromkeys(
+            ("step-1/facts.json", "step-1/tensors.safetensors", "step-1/MANIFEST.json"),
+            read_training,
+        ),
+    ),
+    (
+        make_project,
+        {
+            "results/toy/nano/0.parquet": POOL,
+            "results/bench/cpu/0.parquet": BENCH,
+            "results/SHA256SUMS": POOL,
+            "book/notebooks/01_toy.parquet": PAGE,
+            "book/notebooks/01_toy.ipynb": PAGE,
+        },
+    ),
+]
 """What is made, and how each of its files is read: those of which a hash promises the value."""
 OTHERS: list[tuple[Any, dict[str, Callable[[Path], Any]]]] = [
-    (partial(make_model, largest="1MB"), dict.fromkeys((
-        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-        "model.safetensors"), read_model)),
+    (
+        partial(make_model, largest="1MB"),
+        dict.fromkeys(
+            (
+                "config.json",
+                "generation_config.json",
+                "tokenizer.json",
+                "tokenizer_config.json",
+                "model.safetensors",
+            ),
+            read_model,
+        ),
+    ),
     (make_model, {"model.safetensors.index.json": read_model}),
-    (make_checkpoints, dict.fromkeys(
-        ("peft/adapter_config.json", "peft/adapter_model.safetensors"), read_lora("peft"))),
-    (make_project, {
-        "at the build: book/notebooks/01_toy.ipynb": page,
-        "mine.ipynb": lambda folder: compare(folder / "mine.ipynb", folder),
-        "notebooks/01_toy.ipynb": sources.overview,
-        "notebooks/01_toy.nano.yaml": lambda folder: sources.find(folder, "toy").design("nano"),
-        "book/_toc.yml": book.notebook_pages,
-        "_config.yml": lambda folder: pages.Places(folder)._repository,
-        ".commit": results.commit,
-    }),
-    (make_data, {name: rows(name) for name in ("rows.jsonl", "rows.json", "rows.parquet")}),
+    (
+        make_checkpoints,
+        dict.fromkeys(
+            ("peft/adapter_config.json", "peft/adapter_model.safetensors"),
+            read_lora("peft"),
+        ),
+    ),
+    (
+        make_project,
+        {
+            "at the build: book/notebooks/01_toy.ipynb": page,
+            "mine.ipynb": lambda folder: compare(folder / "mine.ipynb", folder),
+            "notebooks/01_toy.ipynb": sources.overview,
+            "notebooks/01_toy.nano.yaml": lambda folder: sources.find(
+                folder, "toy"
+            ).design("nano"),
+            "book/_toc.yml": book.notebook_pages,
+            "_config.yml": lambda folder: pages.Places(folder)._repository,
+            ".commit": results.commit,
+        },
+    ),
+    (
+        make_data,
+        {name: rows(name) for name in ("rows.jsonl", "rows.json", "rows.parquet")},
+    ),
     (make_data, {name: routing(name) for name in ("routing.txt", "routing.gz")}),
-    (make_data, {
-        "scores.json": lambda folder: repr(esft.Scores.load(folder / "scores.json")),
-        "selection.json": lambda folder: esft.Selection.load(folder / "selection.json"),
-    }),
-    (make_papers, dict.fromkeys((
-        "esft/claims.yaml", "esft/table_1.csv", "esft/stated.yaml", "esft/hyperparameters.yaml",
-        ), read_papers)),
-    (make_package, {file: imported(name) for name, files in PACKAGED.items() for file in files}),
+    (
+        make_data,
+        {
+            "scores.json": lambda folder: repr(
+                esft.Scores.load(folder / "scores.json")
+            ),
+            "selection.json": lambda folder: esft.Selection.load(
+                folder / "selection.json"
+            ),
+        },
+    ),
+    (
+        make_papers,
+        dict.fromkeys(
+            (
+                "esft/claims.yaml",
+                "esft/table_1.csv",
+                "esft/stated.yaml",
+                "esft/hyperparameters.yaml",
+            ),
+            read_papers,
+        ),
+    ),
+    (
+        make_package,
+        {file: imported(name) for name, files in PACKAGED.items() for file in files},
+    ),
     (make_recipe, {"recipe.yaml": lambda folder: Recipe.read(folder / "recipe.yaml")}),
-]  # fmt: skip
+]
 KINDS = {
     name: Kind(name.rpartition(": ")[2], make, read, promised=group is PROMISED)
-    for group in (PROMISED, OTHERS) for make, files in group for name, read in files.items()
-}  # fmt: skip
+    for group in (PROMISED, OTHERS)
+    for make, files in group
+    for name, read in files.items()
+}

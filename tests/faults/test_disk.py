@@ -28,7 +28,10 @@ from tests.notebook.conftest import TOY, make_project
 
 FREEING = ("unlink", "rmdir", "rename", "replace")
 CALLS = (*FREEING, "open", "write", "fsync", "mkdir", "chmod")
-HANDLES = ("write", "fsync")  # take an open file, of which the system's complaint names none
+HANDLES = (
+    "write",
+    "fsync",
+)  # take an open file, of which the system's complaint names none
 ERRORS = (errno.ENOSPC, errno.EACCES, errno.EIO)
 
 
@@ -42,7 +45,9 @@ class Disk:
         self.calls += 1
         full = self.number == errno.ENOSPC and 0 < self.at < self.calls and not frees
         if self.calls == self.at or full:
-            raise OSError(self.number, os.strerror(self.number), *([name] if name else []))
+            raise OSError(
+                self.number, os.strerror(self.number), *([name] if name else [])
+            )
 
     def watched(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **more: Any) -> Any:
@@ -95,7 +100,12 @@ class Writer:
 
 
 def run(value: float, text: str = "") -> Run:
-    manifest = {"date": "2026-11-01", "seconds": 1.0, "peak_memory": None, "environment": {}}
+    manifest = {
+        "date": "2026-11-01",
+        "seconds": 1.0,
+        "peak_memory": None,
+        "environment": {},
+    }
     manifest["executed"] = hashlib.sha256(text.encode()).hexdigest()
     values = (Value("toy/x", value, "count"),)
     return Run("toy", "nano", "study", int(value), values, manifest=manifest)
@@ -107,7 +117,9 @@ PAGE = '{"nbformat": 4, "cells": [], "metadata": {}, "x": %d}'
 def save(folder: Path, value: int) -> None:
     """A checkpoint of a model."""
     tensors = checkpoint.packed({"x": torch.full((3,), float(value))})
-    checkpoint.write(folder / f"model-{value}", {checkpoint.TENSORS: tensors}, value=value)
+    checkpoint.write(
+        folder / f"model-{value}", {checkpoint.TENSORS: tensors}, value=value
+    )
 
 
 def saved(folder: Path) -> Any:
@@ -120,7 +132,9 @@ def train(folder: Path, value: int) -> None:
     (model, optimizer, _), step = training(), list(range(1, value + 1))
     store = Store(folder=folder, run={"seed": 0}, every=1)
     with store.locked():
-        store.save(model, optimizer, History(step, *([0.5] * value for _ in range(4)), step))
+        store.save(
+            model, optimizer, History(step, *([0.5] * value for _ in range(4)), step)
+        )
 
 
 def trained(folder: Path) -> Any:
@@ -147,7 +161,9 @@ def published(folder: Path) -> Any:
 
 def keep(folder: Path, value: int) -> None:
     """A run of a study in its pool."""
-    store.keep(run(value), folder / "results" / "toy" / "nano" / f"{value}.parquet", folder)
+    store.keep(
+        run(value), folder / "results" / "toy" / "nano" / f"{value}.parquet", folder
+    )
 
 
 def kept(folder: Path) -> Any:
@@ -167,7 +183,9 @@ def left(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "act, state", [(save, saved), (train, trained), (publish, published), (keep, kept)]
 )
-def test_a_disk_that_fails_at_any_call_loses_nothing(act, state, tmp_path, times, figures):
+def test_a_disk_that_fails_at_any_call_loses_nothing(
+    act, state, tmp_path, times, figures
+):
     folder, old = tmp_path / "now", tmp_path / "old"
     folder.mkdir()
     act(folder, 1)
@@ -178,7 +196,9 @@ def test_a_disk_that_fails_at_any_call_loses_nothing(act, state, tmp_path, times
     after, told = state(folder), 0
     assert disk.calls > 5 and before != after and not left(folder)
     every = [(at, number) for at in range(1, disk.calls + 1) for number in ERRORS]
-    for at, number in every if times > 1 else [every[3 * n + n % 3] for n in range(disk.calls)]:
+    for at, number in (
+        every if times > 1 else [every[3 * n + n % 3] for n in range(disk.calls)]
+    ):
         shutil.rmtree(folder)
         shutil.copytree(old, folder)
         try:
@@ -192,9 +212,15 @@ def test_a_disk_that_fails_at_any_call_loses_nothing(act, state, tmp_path, times
         if found != after:
             act(folder, 2)
         word = "old" if found == before else "new" if found == after else "missing"
-        figures("disk", f"{act.__name__}, {errno.errorcode[number]}", faults=1, **{word: 1})
+        figures(
+            "disk", f"{act.__name__}, {errno.errorcode[number]}", faults=1, **{word: 1}
+        )
         # Where all is new, a lock may be left that could not be removed, until the next sweep.
-        rest = [name for name in left(folder) if found != after or not name.endswith(".lock")]
+        rest = [
+            name
+            for name in left(folder)
+            if found != after or not name.endswith(".lock")
+        ]
         assert state(folder) == after and not rest, f"call {at}: {rest}"
         assert not store.unsealed(folder)
     assert told > len(every) / 6
@@ -222,7 +248,9 @@ def freeze(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("act", [first, freeze])
-def test_a_full_disk_in_a_study_is_told_with_its_place_and_leaves_nothing(act, tmp_path):
+def test_a_full_disk_in_a_study_is_told_with_its_place_and_leaves_nothing(
+    act, tmp_path
+):
     project = test_study.commit(make_project(tmp_path / "toy", *TOY))
     for at in count(1):
         folder = shutil.copytree(project, tmp_path / f"full-{at}")
@@ -234,7 +262,11 @@ def test_a_full_disk_in_a_study_is_told_with_its_place_and_leaves_nothing(act, t
                 line = str(told(error))
         if disk.calls < at:  # there was room for all of it
             break
-        assert line.startswith("E-DISK: ") and str(folder) in line and "make room there" in line
+        assert (
+            line.startswith("E-DISK: ")
+            and str(folder) in line
+            and "make room there" in line
+        )
         assert not left(folder) and not [*folder.glob("results/*")], f"call {at}"
         act(folder)
         assert not left(folder) and not store.unsealed(folder)

@@ -46,7 +46,9 @@ A_CHECK = "refuses values itself"
 A_RESULT = "is made here, by a function that has a row"
 BEHIND = "is called by functions that have rows, behind their checks"
 OF_ITS_TAKER = "is checked by the functions that take it, which have rows"
-NO_VALUES = "takes a model or a folder alone, which tests/models and test_mutations.py change"
+NO_VALUES = (
+    "takes a model or a folder alone, which tests/models and test_mutations.py change"
+)
 PROGRAMS = "runs programs, which the tests of the sandbox are about"
 WITHOUT = {  # public names without a row, and why
     "data.tasks.pools.general": BEHIND,
@@ -118,7 +120,9 @@ WITHOUT = {  # public names without a row, and why
 
 @pytest.mark.filterwarnings("ignore")  # numbers that overflow may be told of
 @pytest.mark.parametrize("table", TABLES)
-def test_a_hostile_value_is_refused_in_one_line_or_the_result_is_right(table, times, figures):
+def test_a_hostile_value_is_refused_in_one_line_or_the_result_is_right(
+    table, times, figures
+):
     faults = []
     for name, row in import_module(f"tests.faults.healthy.{table}").ROWS.items():
         for outcome in outcomes(name, row, SHARE * times):
@@ -201,5 +205,7 @@ def test_every_public_function_and_class_has_a_row_or_a_reason_why_not():
                 lacking.add(name.removeprefix("moebook."))
     excused = {name for name in lacking if any(fnmatch(name, each) for each in WITHOUT)}
     assert sorted(lacking - excused) == [], "no row in tests/faults/healthy"
-    idle = [each for each in WITHOUT if not any(fnmatch(name, each) for name in lacking)]
+    idle = [
+        each for each in WITHOUT if not any(fnmatch(name, each) for name in lacking)
+    ]
     assert not idle, "no such name lacks a row"

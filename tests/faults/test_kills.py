@@ -77,7 +77,9 @@ class Toy:
         """The run in the store, which has its page, or None."""
         for path in self.folder.glob("runs/mine/toy/*.parquet"):
             run = results.read_run(path)
-            assert run.manifest["executed"] == results.digest(path.with_suffix(".ipynb"))
+            assert run.manifest["executed"] == results.digest(
+                path.with_suffix(".ipynb")
+            )
             return run
         return None
 
@@ -100,7 +102,9 @@ def temporary():
 
 @pytest.fixture
 def toy(forks, tmp_path, temporary):
-    make_project(tmp_path / "toy", IMPORTS, PARAMETERS, (TRAIN,), {"smoke": "tier: smoke\n"})
+    make_project(
+        tmp_path / "toy", IMPORTS, PARAMETERS, (TRAIN,), {"smoke": "tier: smoke\n"}
+    )
     yield Toy(forks, tmp_path, temporary)
     forks.sweep()
 
@@ -113,11 +117,17 @@ def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(
     whole = toy.kept()
     assert whole.values and whole.curves and "resumed" not in whole.manifest
     shutil.rmtree(toy.folder / "runs")
-    draw, count, before = random.Random(1), Counter(killed=0, saving=0, lost=0, ended=0), Counter()
+    draw, count, before = (
+        random.Random(1),
+        Counter(killed=0, saving=0, lost=0, ended=0),
+        Counter(),
+    )
     spent = []
     while count["killed"] < kills * times or before:
         last = count["killed"] >= kills * times
-        code = toy.run(None if last else draw.uniform(0, 1.1 * whole.manifest["seconds"]))
+        code = toy.run(
+            None if last else draw.uniform(0, 1.1 * whole.manifest["seconds"])
+        )
         assert code in (0, -signal.SIGKILL), toy.forks.told.read_text()
         newest, saving = toy.steps()
         run = toy.kept()
@@ -145,7 +155,12 @@ def test_killed_studies_keep_what_they_told(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{REPOSITORY}")
     folder = test_study.commit(make_project(tmp_path / "toy", *TOY))
     begin = partial(test_study.start, folder, str(temporary), "--seeds", "0-1")
-    count, draw, done, whole = Counter(killed=0, lost=0, ended=0), random.Random(2), set(), ()
+    count, draw, done, whole = (
+        Counter(killed=0, lost=0, ended=0),
+        random.Random(2),
+        set(),
+        (),
+    )
     took = 0.0
     while count["killed"] < kills * times or done:
         started, process = time.monotonic(), begin()
@@ -153,9 +168,14 @@ def test_killed_studies_keep_what_they_told(
             time.sleep(draw.uniform(0, took))
             process.kill()
         out, errors = process.communicate()
-        assert process.returncode in (0, -signal.SIGKILL) and test_study.ended(folder), out + errors
+        assert process.returncode in (0, -signal.SIGKILL) and test_study.ended(
+            folder
+        ), out + errors
         runs = test_study.stored(folder)
-        told = {int(match[1]) for match in re.finditer(r"^seed (\d+): \d", out, re.MULTILINE)}
+        told = {
+            int(match[1])
+            for match in re.finditer(r"^seed (\d+): \d", out, re.MULTILINE)
+        }
         now = {run.seed for run in runs}
         count.update(killed=process.returncode != 0, lost=len((done | told) - now))
         done = now
@@ -164,8 +184,14 @@ def test_killed_studies_keep_what_they_told(
             for one, other in zip(runs, whole, strict=True):
                 test_study.same_bits(one, other)
             count["ended"], done = count["ended"] + 1, set()
-            assert not list(temporary.iterdir()) and not verify(None, folder)[0].failures
-            left = {path.name for end in ("lock", "part") for path in folder.rglob(f"*.{end}")}
+            assert (
+                not list(temporary.iterdir()) and not verify(None, folder)[0].failures
+            )
+            left = {
+                path.name
+                for end in ("lock", "part")
+                for path in folder.rglob(f"*.{end}")
+            }
             assert left == {"requirements.lock"}
             shutil.rmtree(folder / "results"), shutil.rmtree(folder / "runs")
     figures("kills", "study", **count)

@@ -36,11 +36,41 @@ class Hang(BaseException):
 
 def junk(draw: random.Random) -> Any:
     """A value of another type, a number beyond reason, or hostile text."""
-    return draw.choice([
-        None, True, False, 0, -1, 3, 10**7, 2**63, 10**400, 0.5, 1e308, float("nan"), float("inf"),
-        "", "0", "x", "../../x", "a\x1b[2J\x07\r\nb", "\ud800", "\u202ex", "<script>", "x" * 5000,
-        "!!python/name:os.system", [], [[]], [None], {}, {"": {}}, {"a": 1}, [1] * 3000, MARK,
-    ])  # fmt: skip
+    return draw.choice(
+        [
+            None,
+            True,
+            False,
+            0,
+            -1,
+            3,
+            10**7,
+            2**63,
+            10**400,
+            0.5,
+            1e308,
+            float("nan"),
+            float("inf"),
+            "",
+            "0",
+            "x",
+            "../../x",
+            "a\x1b[2J\x07\r\nb",
+            "\ud800",
+            "\u202ex",
+            "<script>",
+            "x" * 5000,
+            "!!python/name:os.system",
+            [],
+            [[]],
+            [None],
+            {},
+            {"": {}},
+            {"a": 1},
+            [1] * 3000,
+            MARK,
+        ]
+    )
 
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
@@ -58,19 +88,27 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
 
 def change_tree(tree: Any, draw: random.Random) -> Any:
     """Change one place of a tree of mappings and lists, or all of it."""
-    if not isinstance(tree, dict | list) or not (found := places(tree)) or draw.random() < 0.05:
+    if (
+        not isinstance(tree, dict | list)
+        or not (found := places(tree))
+        or draw.random() < 0.05
+    ):
         return junk(draw)
     where, key = draw.choice(found)
     kind = draw.randrange(6)
     if kind == 0:
         del where[key]
     elif kind == 1 and isinstance(where, dict):
-        where[draw.choice(["x", "", key[::-1] if isinstance(key, str) else "y"])] = where.pop(key)
+        where[draw.choice(["x", "", key[::-1] if isinstance(key, str) else "y"])] = (
+            where.pop(key)
+        )
     elif kind == 2:
         other, second = draw.choice(found)
         where[key], other[second] = other[second], where[key]
     elif kind == 3 and isinstance(where[key], int | float):
-        where[key] = draw.choice([-where[key], where[key] * 10**6, where[key] + 1, where[key] / 3])
+        where[key] = draw.choice(
+            [-where[key], where[key] * 10**6, where[key] + 1, where[key] / 3]
+        )
     else:
         where[key] = junk(draw)
     return tree
@@ -81,18 +119,31 @@ def as_json(content: bytes, draw: random.Random) -> bytes:
     text = json.dumps(change_tree(json.loads(content), draw))
     if draw.random() < 0.1:
         text = text.replace("{", '{"a": 1, "a": 2, ', 1)
-    return text.replace(json.dumps(MARK), "[" * DEEP + "]" * DEEP).encode("utf-8", "surrogatepass")
+    return text.replace(json.dumps(MARK), "[" * DEEP + "]" * DEEP).encode(
+        "utf-8", "surrogatepass"
+    )
 
 
 def as_yaml(content: bytes, draw: random.Random) -> bytes:
     """Change a YAML file as a tree; or put an anchor, a tag or a bomb into its text."""
     if draw.random() < 0.2:
         lines = content.decode().splitlines(keepends=True)
-        odd = ["x: &a [1]\ny: *a\n", "x: !!python/object:os.x {}\n", "  - [\n", "\t x: 1\n",
-               "t: 1:30\n", "a: 1\na: 2\n", lines[-1], "%YAML 9\n", "? [a]\n: 1\n"]  # fmt: skip
+        odd = [
+            "x: &a [1]\ny: *a\n",
+            "x: !!python/object:os.x {}\n",
+            "  - [\n",
+            "\t x: 1\n",
+            "t: 1:30\n",
+            "a: 1\na: 2\n",
+            lines[-1],
+            "%YAML 9\n",
+            "? [a]\n: 1\n",
+        ]
         lines.insert(draw.randrange(len(lines) + 1), draw.choice(odd))
         return "".join(lines).encode()
-    text = yaml.dump(change_tree(yaml.load(content, yaml.CSafeLoader), draw), allow_unicode=True)
+    text = yaml.dump(
+        change_tree(yaml.load(content, yaml.CSafeLoader), draw), allow_unicode=True
+    )
     deep = "[" * (DEEP // 10) + "]" * (DEEP // 10)
     return text.replace(MARK, deep).encode("utf-8", "surrogatepass")
 
@@ -116,7 +167,9 @@ def as_run(path: Path, draw: random.Random) -> None:
         with suppress(TypeError, ValueError):  # what no column can hold
             table = type(table).from_pylist(change_tree(lines, draw), table.schema)
     head = json.loads(table.schema.metadata[b"moebook"])
-    told = json.dumps(change_tree(head, draw)).replace(json.dumps(MARK), "[" * DEEP + "]" * DEEP)
+    told = json.dumps(change_tree(head, draw)).replace(
+        json.dumps(MARK), "[" * DEEP + "]" * DEEP
+    )
     pq.write_table(table.replace_schema_metadata({b"moebook": told.encode()}), path)
 
 
@@ -124,20 +177,27 @@ def as_bytes(content: bytes, draw: random.Random) -> bytes:
     """Flip, cut, extend, blank, splice or prefix bytes."""
     at, end = sorted(draw.randrange(len(content) + 1) for _ in range(2))
     odd = draw.choice([b"\xff\xfe", b"\x00", b"\x1b[2J", b"\r\n", b"\xed\xa0\x80"])
-    return draw.choice([
-        lambda: content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :]
-        if at < len(content) else b"",
-        lambda: content[:at],
-        lambda: content[:at] + content[end:],
-        lambda: content[:at] + bytes(end - at) + content[end:],
-        lambda: content[:at] + content[at:end] * 2 + content[end:],
-        lambda: content + draw.randbytes(9),
-        lambda: content[:at] + odd + content[at:],
-        lambda: b"\xef\xbb\xbf" + content,
-        lambda: content.replace(b"\n", b"\r\n"),
-        lambda: content[end:] + content[:end],
-        lambda: b"",
-    ])()  # fmt: skip
+    return draw.choice(
+        [
+            lambda: (
+                content[:at]
+                + bytes([content[at] ^ 1 << draw.randrange(8)])
+                + content[at + 1 :]
+                if at < len(content)
+                else b""
+            ),
+            lambda: content[:at],
+            lambda: content[:at] + content[end:],
+            lambda: content[:at] + bytes(end - at) + content[end:],
+            lambda: content[:at] + content[at:end] * 2 + content[end:],
+            lambda: content + draw.randbytes(9),
+            lambda: content[:at] + odd + content[at:],
+            lambda: b"\xef\xbb\xbf" + content,
+            lambda: content.replace(b"\n", b"\r\n"),
+            lambda: content[end:] + content[:end],
+            lambda: b"",
+        ]
+    )()
 
 
 def as_table(content: bytes, draw: random.Random) -> bytes:
@@ -145,13 +205,19 @@ def as_table(content: bytes, draw: random.Random) -> bytes:
     lines = content.decode().splitlines()
     head = [line for line in lines if line.startswith("#")]
     changed = as_yaml("\n".join(line[2:] for line in head).encode(), draw).splitlines()
-    return b"\n".join([*(b"# " + line for line in changed), *map(str.encode, lines[len(head) :])])
+    return b"\n".join(
+        [*(b"# " + line for line in changed), *map(str.encode, lines[len(head) :])]
+    )
 
 
 BY_ENDING: dict[str, Callable[[bytes, random.Random], bytes]] = {
-    ".json": as_json, ".ipynb": as_json, ".yaml": as_yaml, ".yml": as_yaml,
-    ".safetensors": as_safetensors, ".csv": as_table,
-}  # fmt: skip
+    ".json": as_json,
+    ".ipynb": as_json,
+    ".yaml": as_yaml,
+    ".yml": as_yaml,
+    ".safetensors": as_safetensors,
+    ".csv": as_table,
+}
 
 
 def mutate(path: Path, draw: random.Random) -> None:
@@ -175,7 +241,10 @@ def outcome(kind: Kind, folder: Path, whole: Any) -> tuple[str, str]:
         raise Hang(f"took more than {LIMIT} s")
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before, limits = signal.signal(signal.SIGALRM, stop), resource.getrlimit(resource.RLIMIT_AS)
+    before, limits = (
+        signal.signal(signal.SIGALRM, stop),
+        resource.getrlimit(resource.RLIMIT_AS),
+    )
     resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, limits[1]))
     signal.alarm(LIMIT)
     try:
@@ -183,8 +252,14 @@ def outcome(kind: Kind, folder: Path, whole: Any) -> tuple[str, str]:
             warnings.simplefilter("ignore")
             value = kind.read(folder)
     except Refusal as refusal:
-        odd = [c for c in str(refusal) if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")]
-        return "refused" if not odd and len(str(refusal)) < 2100 else "tracebacks", str(refusal)
+        odd = [
+            c
+            for c in str(refusal)
+            if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")
+        ]
+        return "refused" if not odd and len(str(refusal)) < 2100 else "tracebacks", str(
+            refusal
+        )
     except Hang as hang:
         return "hangs", str(hang)
     except BaseException as error:
@@ -197,7 +272,9 @@ def outcome(kind: Kind, folder: Path, whole: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_changed_file_is_refused_or_reads_as_it_was(name, tmp_path, request, times, figures):
+def test_a_changed_file_is_refused_or_reads_as_it_was(
+    name, tmp_path, request, times, figures
+):
     kind = KINDS[name]
     kind.make(tmp_path, request.getfixturevalue)
     path, whole, wrong = tmp_path / kind.file, kind.read(tmp_path), []

@@ -57,7 +57,10 @@ def write(number, processes, folder, meet, told):
     """Run, publish and add to a pool, each time at once with the others; tell what became of it."""
     runner._papermill = executed
     for turn in range(ROUNDS):
-        for seed in (0, turn * processes + number + 1):  # all runs of one key, then of its own
+        for seed in (
+            0,
+            turn * processes + number + 1,
+        ):  # all runs of one key, then of its own
             meet.wait(60)
             more = {"folder": folder, "force": True}
             done = outcome(runner.run_notebook, "toy", "smoke", {"seed": seed}, **more)
@@ -65,9 +68,16 @@ def write(number, processes, folder, meet, told):
         meet.wait(60)
         shown = outcome(lambda it: book._publish(it.notebook, "01_toy", folder), done)
         told.put(shown if isinstance(shown, str) else "published")
-        added = {"protocol": "nano", "tier": "study", "seed": turn, "arms": (f"a{number}",)}
+        added = {
+            "protocol": "nano",
+            "tier": "study",
+            "seed": turn,
+            "arms": (f"a{number}",),
+        }
         added |= {"settings": {"tier": "study"}, "values": ()}
-        kept = outcome(lambda it, more: study.add(replace(it.run, **more), folder), done, added)
+        kept = outcome(
+            lambda it, more: study.add(replace(it.run, **more), folder), done, added
+        )
         told.put("added" if isinstance(kept, Path) else kept)
 
 
@@ -81,10 +91,15 @@ def test_aligned_writers_tear_nothing(tmp_path, monkeypatch, processes, times, f
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     count = Counter(torn=0)
     for number in range(times):
-        folder, fork = project(tmp_path / f"{number}"), multiprocessing.get_context("fork")
+        folder, fork = (
+            project(tmp_path / f"{number}"),
+            multiprocessing.get_context("fork"),
+        )
         meet, told = fork.Barrier(processes), fork.SimpleQueue()
-        every = [fork.Process(target=write, args=(one, processes, folder, meet, told))
-                 for one in range(processes)]  # fmt: skip
+        every = [
+            fork.Process(target=write, args=(one, processes, folder, meet, told))
+            for one in range(processes)
+        ]
         for process in every:
             process.start()
         count.update(told.get() for _ in range(4 * ROUNDS * processes))
@@ -93,17 +108,27 @@ def test_aligned_writers_tear_nothing(tmp_path, monkeypatch, processes, times, f
         assert count.keys() <= {"torn", "kept", "published", "added", "E-LOCKED"}, count
         for path in (folder / "runs" / "mine" / "toy").glob("*.ipynb"):
             run = results.read_run(path.with_suffix(".parquet"))
-            shown = json.loads(path.read_text())["cells"][-1]["outputs"][0]["data"][VALUE]
+            shown = json.loads(path.read_text())["cells"][-1]["outputs"][0]["data"][
+                VALUE
+            ]
             hashes = run.manifest["executed"], results.digest(path)
             count["torn"] += len({*hashes}) > 1 or shown != plain(run.values[0])
         findings = verify(None, folder)
-        assert len(findings) == 2 and not any(finding.failures for finding in findings), findings
-        assert {*store.pool("toy", "nano", folder).arms.values()} == {tuple(range(ROUNDS))}
-        left = {path.name for end in ("lock", "part") for path in folder.rglob(f"*.{end}")}
+        assert len(findings) == 2 and not any(
+            finding.failures for finding in findings
+        ), findings
+        assert {*store.pool("toy", "nano", folder).arms.values()} == {
+            tuple(range(ROUNDS))
+        }
+        left = {
+            path.name for end in ("lock", "part") for path in folder.rglob(f"*.{end}")
+        }
         assert left == {"requirements.lock"}
     figures("store", f"{processes} processes", **count)
     done = times * ROUNDS * processes
-    assert count.pop("torn") == 0 and count.pop("published") == count.pop("added") == done
+    assert (
+        count.pop("torn") == 0 and count.pop("published") == count.pop("added") == done
+    )
     assert done < count["kept"] == 2 * done - count["E-LOCKED"]
 
 
@@ -118,29 +143,46 @@ def run(tmp_path, monkeypatch):
     return partial(runner.run_notebook, "toy", "smoke", folder=folder), request
 
 
-@pytest.mark.parametrize(("number", "message"), [
-    (errno.ENOSPC, "E-DISK: nothing was run, .* could not keep it"), (errno.EROFS, "E-PERM: "),
-    (None, r"E-LOCKED: .*/smoke-\w+.lock is held by process %d; wait"),
-])  # fmt: skip
-def test_a_place_that_cannot_take_a_run_is_refused_at_once(run, monkeypatch, number, message):
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "E-DISK: nothing was run, .* could not keep it"),
+        (errno.EROFS, "E-PERM: "),
+        (None, r"E-LOCKED: .*/smoke-\w+.lock is held by process %d; wait"),
+    ],
+)
+def test_a_place_that_cannot_take_a_run_is_refused_at_once(
+    run, monkeypatch, number, message
+):
     (begin, request), place = run, nullcontext()
     monkeypatch.setattr(runner, "_papermill", None)
     if number:
-        monkeypatch.setattr(tempfile, "TemporaryFile", Mock(side_effect=OSError(number, "no")))
+        monkeypatch.setattr(
+            tempfile, "TemporaryFile", Mock(side_effect=OSError(number, "no"))
+        )
     else:
         place = runner._place(request)
     with place, pytest.raises(Refusal, match=message.replace("%d", str(os.getpid()))):
         begin()
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyError("a fault")])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left"), KeyError("a fault")]
+)
 @pytest.mark.parametrize("full", [False, True])
-def test_whatever_fails_while_a_run_is_kept_its_copy_is_named(run, monkeypatch, error, full):
+def test_whatever_fails_while_a_run_is_kept_its_copy_is_named(
+    run, monkeypatch, error, full
+):
     begin, request = run
-    with monkeypatch.context() as patch, pytest.raises(Refusal, match="copy is ") as refusal:
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(Refusal, match="copy is ") as refusal,
+    ):
         patch.setattr(results.runs, "packed", Mock(side_effect=error))
         if full:
-            patch.setattr(results, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space")))
+            patch.setattr(
+                results, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space"))
+            )
         begin()
     copy = request.folder / str(refusal.value).rpartition("copy is ")[2]
     assert copy.is_relative_to(request.folder) != full
@@ -151,13 +193,21 @@ def test_whatever_fails_while_a_run_is_kept_its_copy_is_named(run, monkeypatch, 
 def test_the_next_run_sweeps_what_killed_ones_left_and_nothing_that_lives(run):
     (begin, request), temporary = run, Path(tempfile.gettempdir())
     store, resume = request.store, request.resume
-    dead = [temporary / "moebook-0000dead/kernel.json", temporary / "moebook-0000dead.lock",
-            temporary / "moebook-0005afe0/kernel.json", temporary / "moebook-0000fade.lock",
-            store.with_name(".other.ipynb.part"), store.with_name("other.lock"),
-            resume.with_name(f"{store.stem}-code") / "001/step-1/facts.json",
-            resume / "001/step-1/facts.json"]  # fmt: skip
-    live = [temporary / "moebook-000a11fe/kernel.json", store.with_name(".more.ipynb.part"),
-            resume.with_name("smoke-other-code") / "001/step-1/facts.json"]  # fmt: skip
+    dead = [
+        temporary / "moebook-0000dead/kernel.json",
+        temporary / "moebook-0000dead.lock",
+        temporary / "moebook-0005afe0/kernel.json",
+        temporary / "moebook-0000fade.lock",
+        store.with_name(".other.ipynb.part"),
+        store.with_name("other.lock"),
+        resume.with_name(f"{store.stem}-code") / "001/step-1/facts.json",
+        resume / "001/step-1/facts.json",
+    ]
+    live = [
+        temporary / "moebook-000a11fe/kernel.json",
+        store.with_name(".more.ipynb.part"),
+        resume.with_name("smoke-other-code") / "001/step-1/facts.json",
+    ]
     for path in dead + live:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

@@ -50,21 +50,64 @@ class Nested(list):
 NESTED: list[Any] = []
 for _ in range(2000):
     NESTED = Nested([NESTED])
-JUNK = [None, True, False, 0, -1, 1, 3, 2**31, 2**64, 10**400, 10**5000, 0.5, -0.0, 1e308, math.nan,
-        math.inf, -math.inf, "", "1", "nan", "x\ny\x1b[2J\x07", "\ud800", "x" * 10**5, b"x", (), [],
-        {}, {"a": 1}, {1: {1: math.nan}}, (math.nan,), [1, "x"], NESTED, object(), int]  # fmt: skip
-NUMBERS = {"x": [1.0, 2.0], "input_ids": [[1, 2], [3]], "labels": [[1], [2, 3]], "length": [2, 1]}
-ARRAYS = st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from([0.0, 1.0, math.nan])).map(
-    lambda shape: np.full(shape[:2], shape[2]) + np.arange(shape[1])
-)
+JUNK = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    3,
+    2**31,
+    2**64,
+    10**400,
+    10**5000,
+    0.5,
+    -0.0,
+    1e308,
+    math.nan,
+    math.inf,
+    -math.inf,
+    "",
+    "1",
+    "nan",
+    "x\ny\x1b[2J\x07",
+    "\ud800",
+    "x" * 10**5,
+    b"x",
+    (),
+    [],
+    {},
+    {"a": 1},
+    {1: {1: math.nan}},
+    (math.nan,),
+    [1, "x"],
+    NESTED,
+    object(),
+    int,
+]
+NUMBERS = {
+    "x": [1.0, 2.0],
+    "input_ids": [[1, 2], [3]],
+    "labels": [[1], [2, 3]],
+    "length": [2, 1],
+}
+ARRAYS = st.tuples(
+    st.integers(0, 3), st.integers(0, 3), st.sampled_from([0.0, 1.0, math.nan])
+).map(lambda shape: np.full(shape[:2], shape[2]) + np.arange(shape[1]))
 MADE: dict[Any, st.SearchStrategy[Any]] = {
-    bool: st.booleans(), str: st.text(max_size=5), Path: st.just(Path("nowhere")),
-    int: st.integers(-2, 9), float: st.floats(-2, 9) | st.integers(-2, 9),
-    np.ndarray: ARRAYS, pd.DataFrame: ARRAYS.map(pd.DataFrame),
+    bool: st.booleans(),
+    str: st.text(max_size=5),
+    Path: st.just(Path("nowhere")),
+    int: st.integers(-2, 9),
+    float: st.floats(-2, 9) | st.integers(-2, 9),
+    np.ndarray: ARRAYS,
+    pd.DataFrame: ARRAYS.map(pd.DataFrame),
     torch.Tensor: ARRAYS.map(torch.tensor),
     Dataset: st.sets(st.sampled_from(list(NUMBERS))).map(
-        lambda names: Dataset.from_dict({name: NUMBERS[name] for name in names})),
-}  # fmt: skip
+        lambda names: Dataset.from_dict({name: NUMBERS[name] for name in names})
+    ),
+}
 
 
 def parts(hint: Any) -> tuple[Any, list[Any]]:
@@ -112,21 +155,30 @@ def made(kind: Any) -> Callable[[dict[str, Any]], Any]:
 def hints(target: Any) -> dict[str, Any]:
     """Fields or arguments with their annotations."""
     every = get_type_hints(inspect.unwrap(target), include_extras=True)
-    return {name: hint for name, hint in every.items()
-            if name != "return" and get_origin(hint) is not ClassVar}  # fmt: skip
+    return {
+        name: hint
+        for name, hint in every.items()
+        if name != "return" and get_origin(hint) is not ClassVar
+    }
 
 
 def suiting(target: Any) -> st.SearchStrategy[dict[str, Any]]:
     """Keywords that may suit a target."""
-    return st.fixed_dictionaries({name: make(hint) for name, hint in hints(target).items()})
+    return st.fixed_dictionaries(
+        {name: make(hint) for name, hint in hints(target).items()}
+    )
 
 
 def spoilt(target: Any) -> st.SearchStrategy[dict[str, Any]]:
     """Keywords as `suiting` with up to two of them junk, absent, or unknown."""
     junk = st.sampled_from([*JUNK, ...])
-    flaws = st.dictionaries(st.sampled_from([*hints(target), "unknown\n"]), junk, max_size=2)
+    flaws = st.dictionaries(
+        st.sampled_from([*hints(target), "unknown\n"]), junk, max_size=2
+    )
     both = st.tuples(suiting(target), flaws).map(lambda pair: pair[0] | pair[1])
-    return both.map(lambda given: {name: x for name, x in given.items() if x is not ...})
+    return both.map(
+        lambda given: {name: x for name, x in given.items() if x is not ...}
+    )
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -155,16 +207,23 @@ def fits(value: Any, hint: Any) -> bool:
 
 def within(value: Any, limit: Any) -> bool:
     """Whether a number or a length keeps a limit."""
-    tests = {"gt": lambda x, y: x > y, "ge": lambda x, y: x >= y, "lt": lambda x, y: x < y,
-             "le": lambda x, y: x <= y, "min_length": lambda x, y: len(x) >= y}  # fmt: skip
+    tests = {
+        "gt": lambda x, y: x > y,
+        "ge": lambda x, y: x >= y,
+        "lt": lambda x, y: x < y,
+        "le": lambda x, y: x <= y,
+        "min_length": lambda x, y: len(x) >= y,
+    }
     asked = [name for name in tests if hasattr(limit, name)]
     return all(tests[name](value, getattr(limit, name)) for name in asked)
 
 
 def held(target: Any) -> bool:
     """Whether a class holds what JSON does not keep as it is: paths, and numbers as keys."""
-    return any(parts(hint)[0] is Path or get_origin(parts(hint)[0]) is dict
-               for hint in hints(target).values())  # fmt: skip
+    return any(
+        parts(hint)[0] is Path or get_origin(parts(hint)[0]) is dict
+        for hint in hints(target).values()
+    )
 
 
 def controls(text: str) -> list[str]:
@@ -193,7 +252,9 @@ def test_only_fitting_values_or_one_line_come_out(place, times, figures):
     module, _, name = place.partition(":")
     target, kind = getattr(importlib.import_module(module), name), CHECKED[place]
 
-    @settings(max_examples=60 * times, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=60 * times, suppress_health_check=list(HealthCheck), database=None
+    )
     @given(spoilt(target))
     def holds(given):
         figures("values", kind, examples=1)
@@ -205,7 +266,11 @@ def test_only_fitting_values_or_one_line_come_out(place, times, figures):
             assert not controls(str(refusal)) and len(str(refusal)) < 2000
             return
         figures("values", kind, accepted=1)
-        assert all(fits(given[name], hint) for name, hint in hints(target).items() if name in given)
+        assert all(
+            fits(given[name], hint)
+            for name, hint in hints(target).items()
+            if name in given
+        )
         if kind == "settings" and not held(target):
             plain = TypeAdapter(target).dump_python(value, mode="json")
             again = json.loads(json.dumps(plain, allow_nan=False))

@@ -15,8 +15,20 @@ SHAPES = {
     "route": {"logits": "T E"},
     "experts": BANK,
     "split_experts": {**BANK, "trained_gate_up": "N 2F D", "trained_down": "N D F"},
-    "adapters": {"h": "T D", "source": "T D", "logits": "T E", "down": "E D R", "up": "E R D"},
-    "lora_mixture": {"x": "T D", "base": "T O", "gates": "T N", "down": "N R D", "up": "N O R"},
+    "adapters": {
+        "h": "T D",
+        "source": "T D",
+        "logits": "T E",
+        "down": "E D R",
+        "up": "E R D",
+    },
+    "lora_mixture": {
+        "x": "T D",
+        "base": "T O",
+        "gates": "T N",
+        "down": "N R D",
+        "up": "N O R",
+    },
     "balance_loss": {"logits": "T E"},
     "bank_scoring": {"hidden": "N T D", "head": "V D"},
     "nearest_rows": {"pool": "S D", "shots": "K D"},
@@ -40,7 +52,9 @@ def draw(op, sizes, dtype=torch.float32, device="cpu", seed=0):
 def places(experts, chosen, device="cpu"):
     """The slots of a bank in which the chosen experts train."""
     slots = torch.full((experts,), -1, device=device)
-    slots[torch.tensor(chosen, dtype=torch.long)] = torch.arange(len(chosen), device=device)
+    slots[torch.tensor(chosen, dtype=torch.long)] = torch.arange(
+        len(chosen), device=device
+    )
     return slots
 
 
@@ -55,25 +69,38 @@ def call(op, of, impl="auto", *, K=2, act=F.silu, scale=0.7, **settings):
         case "grouped":
             return kernels.grouped(of["ids"], of["weights"], 3)
         case "experts":
-            return kernels.experts(of["x"], by, Bank(of["gate_up"], of["down"]), act, impl=impl)
+            return kernels.experts(
+                of["x"], by, Bank(of["gate_up"], of["down"]), act, impl=impl
+            )
         case "split_experts":
-            banks = Bank(of["gate_up"], of["down"]), Bank(of["trained_gate_up"], of["trained_down"])
-            return kernels.split_experts(of["x"], by, *banks, of["slots"], act, impl=impl)
+            banks = (
+                Bank(of["gate_up"], of["down"]),
+                Bank(of["trained_gate_up"], of["trained_down"]),
+            )
+            return kernels.split_experts(
+                of["x"], by, *banks, of["slots"], act, impl=impl
+            )
         case "adapters":
             rest = {"scale": scale, "source": of.get("source"), "impl": impl}
             return kernels.adapters(of["h"], by, of["down"], of["up"], **rest)
         case "lora_mixture":
             return lora_mixture(*(of[name] for name in SHAPES[op]), scale, impl=impl)
         case "balance_loss":
-            return kernels.balance_loss(of["logits"], of["ids"], mask=of.get("mask"), impl=impl)
+            return kernels.balance_loss(
+                of["logits"], of["ids"], mask=of.get("mask"), impl=impl
+            )
         case "bank_scoring":
             answers = Answers(of["readers"], of["targets"], of["lengths"])
             return bank_scoring(of["hidden"], of["head"], answers, impl=impl)
         case "nearest_rows":
-            return nearest_rows(of["pool"], of["shots"], settings.get("count", 3), impl=impl)
+            return nearest_rows(
+                of["pool"], of["shots"], settings.get("count", 3), impl=impl
+            )
         case "duplicates":
             threshold = settings.pop("threshold", 0.9)
-            return duplicates(of["vectors"], of["key"], threshold, **settings, impl=impl)
+            return duplicates(
+                of["vectors"], of["key"], threshold, **settings, impl=impl
+            )
         case "groups":
             size = settings.pop("size", 2)
             return groups(of["similarity"], of["worth"], size, **settings)

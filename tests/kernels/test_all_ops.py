@@ -25,9 +25,23 @@ TWINS = ("route", "experts", "split_experts", "adapters", "lora_mixture", "dupli
 VALUED = ("bank_scoring", "nearest_rows", "duplicates", "groups")
 OPS = (*TWINS, "balance_loss", "bank_scoring", "nearest_rows", "groups")
 ones = torch.ones
-SIZES = {"T": 5, "D": 6, "E": 3, "F": 4, "K": 2, "R": 3, "N": 1, "O": 7, "V": 5, "S": 5, "M": 5,
-         "L": 1}  # fmt: skip
-installed = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+SIZES = {
+    "T": 5,
+    "D": 6,
+    "E": 3,
+    "F": 4,
+    "K": 2,
+    "R": 3,
+    "N": 1,
+    "O": 7,
+    "V": 5,
+    "S": 5,
+    "M": 5,
+    "L": 1,
+}
+installed = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 def arguments(op, dtype=torch.float32):
@@ -39,13 +53,18 @@ def arguments(op, dtype=torch.float32):
             return {"ids": by["ids"], "weights": by["weights"]}
         case "experts" | "split_experts" | "adapters":
             del of["logits"]
-            slots = {"slots": torch.tensor([-1, 0, -1])} if op == "split_experts" else {}
+            slots = (
+                {"slots": torch.tensor([-1, 0, -1])} if op == "split_experts" else {}
+            )
             return {**of, **slots, **by}
         case "balance_loss":
             return {**of, "ids": by["ids"], "mask": torch.ones(5)}
         case "bank_scoring":
             answers = {"readers": [0], "targets": [2], "lengths": [1]}
-            return {**of, **{name: torch.tensor(place) for name, place in answers.items()}}
+            return {
+                **of,
+                **{name: torch.tensor(place) for name, place in answers.items()},
+            }
         case "duplicates":
             return {**of, "key": torch.ones(5)}
         case "groups":
@@ -69,20 +88,27 @@ each = pytest.mark.parametrize(("op", "argument"), EACH)
 ROUTED = ("experts", "split_experts", "adapters")
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != "groups"])  # which has one alone
+@pytest.mark.parametrize(
+    "op", [op for op in OPS if op != "groups"]
+)  # which has one alone
 def test_an_implementation_that_is_not_there_is_refused(op):
     changed(op)
     refused(f"E-IMPL: {op}: no implementation impl='cuda'", op, impl="cuda")
     if op not in TWINS:
-        refused(f"E-IMPL: {op}: no implementation impl='triton'; one of", op, impl="triton")
+        refused(
+            f"E-IMPL: {op}: no implementation impl='triton'; one of", op, impl="triton"
+        )
 
 
 @installed
-@pytest.mark.parametrize(("interpret", "dtype", "why"), [
-    ("0", torch.float32, "the input is on cpu, expected an NVIDIA GPU"),
-    ("1", torch.bfloat16, "Triton's interpreter computes bfloat16 wrongly"),
-    ("1", torch.float64, "the input is torch.float64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("interpret", "dtype", "why"),
+    [
+        ("0", torch.float32, "the input is on cpu, expected an NVIDIA GPU"),
+        ("1", torch.bfloat16, "Triton's interpreter computes bfloat16 wrongly"),
+        ("1", torch.float64, "the input is torch.float64"),
+    ],
+)
 @pytest.mark.parametrize("op", TWINS)
 def test_triton_is_refused_where_it_cannot_run(op, interpret, dtype, why, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
@@ -91,35 +117,72 @@ def test_triton_is_refused_where_it_cannot_run(op, interpret, dtype, why, monkey
 
 
 EIGHT, COMPLEX = torch.float8_e4m3fn, (torch.complex64,)
-WHOLE, REAL, WIDE = (torch.int64, torch.bool), (torch.float32, torch.bool), (torch.float64,)
+WHOLE, REAL, WIDE = (
+    (torch.int64, torch.bool),
+    (torch.float32, torch.bool),
+    (torch.float64,),
+)
 WRONG = {
-    "route": {"logits": (*WHOLE, *COMPLEX)}, "grouped": {"ids": REAL},
-    "experts": {"x": (*WHOLE, *COMPLEX), "gate_up": (torch.int8,), "down": (torch.uint8,),
-                "ids": REAL, "weights": WHOLE, "order": (*REAL, torch.int32), "counts": REAL},
-    "split_experts": {"x": WHOLE, "order": (torch.int32,), "slots": (*REAL, torch.uint8)},
-    "adapters": {"h": WHOLE, "source": WIDE, "down": WHOLE, "up": WHOLE, "counts": REAL},
-    "lora_mixture": {"x": (*WHOLE, *WIDE), "base": WHOLE, "gates": (*WHOLE, *COMPLEX),
-                     "down": WIDE, "up": WIDE},
+    "route": {"logits": (*WHOLE, *COMPLEX)},
+    "grouped": {"ids": REAL},
+    "experts": {
+        "x": (*WHOLE, *COMPLEX),
+        "gate_up": (torch.int8,),
+        "down": (torch.uint8,),
+        "ids": REAL,
+        "weights": WHOLE,
+        "order": (*REAL, torch.int32),
+        "counts": REAL,
+    },
+    "split_experts": {
+        "x": WHOLE,
+        "order": (torch.int32,),
+        "slots": (*REAL, torch.uint8),
+    },
+    "adapters": {
+        "h": WHOLE,
+        "source": WIDE,
+        "down": WHOLE,
+        "up": WHOLE,
+        "counts": REAL,
+    },
+    "lora_mixture": {
+        "x": (*WHOLE, *WIDE),
+        "base": WHOLE,
+        "gates": (*WHOLE, *COMPLEX),
+        "down": WIDE,
+        "up": WIDE,
+    },
     "balance_loss": {"logits": WHOLE, "ids": REAL, "mask": COMPLEX},
-    "bank_scoring": {"hidden": WHOLE, "head": WIDE, "readers": (torch.int32,),
-                     "targets": (torch.int32, *REAL), "lengths": REAL},
+    "bank_scoring": {
+        "hidden": WHOLE,
+        "head": WIDE,
+        "readers": (torch.int32,),
+        "targets": (torch.int32, *REAL),
+        "lengths": REAL,
+    },
     "nearest_rows": {"pool": WIDE, "shots": WHOLE},
     "duplicates": {"vectors": WHOLE, "key": COMPLEX},
     "groups": {"similarity": COMPLEX, "worth": COMPLEX},
-}  # fmt: skip
+}
 
 
 @each
 def test_an_argument_of_another_shape_device_or_dtype_is_refused(op, argument):
     parts = Routing._fields if op in ROUTED else ()
-    named = "Routing" if argument in parts else op  # which is made before the op is called
+    # Which is made before the op is called.
+    named = "Routing" if argument in parts else op
     refused(rf"E-SHAPE: {named}: .*\(1, ", op, **{argument: lambda t: t[None]})
     # The logits of `route` are alone; of shots on the meta device no value could be checked.
     if (op, argument) not in (("route", "logits"), ("nearest_rows", "shots")):
         message = rf"E-DEVICE: {named}: .*\b(meta.*cpu|cpu.*meta)\b"
         refused(message, op, **{argument: methodcaller("to", "meta")})
     if op in (*ROUTED, "lora_mixture"):
-        short = "E-RANGE: Routing: ids are 0 to 2" if argument == "counts" else f"E-SHAPE: {named}"
+        short = (
+            "E-RANGE: Routing: ids are 0 to 2"
+            if argument == "counts"
+            else f"E-SHAPE: {named}"
+        )
         refused(f"{short}.* expected ", op, **{argument: lambda t: t[..., :-1]})
     name = argument.replace("trained_", "trained ")
     for wrong in (*WRONG[op].get(argument, ()), EIGHT):
@@ -138,72 +201,119 @@ def test_ops_that_need_values_and_kernels_are_refused_on_meta(op, monkeypatch):
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
-@pytest.mark.parametrize(("op", "changes"), [
-    ("experts", {"gate_up": lambda t: t[:, :0], "down": lambda t: t[..., :0]}),
-    ("split_experts", {"trained_gate_up": lambda t: t[:, :0], "gate_up": lambda t: t[:, :0],
-                       "trained_down": lambda t: t[..., :0], "down": lambda t: t[..., :0]}),
-    ("adapters", {"down": lambda t: t[..., :0], "up": lambda t: t[:, :0]}),
-    ("lora_mixture", {"up": lambda t: t[:, :0], "base": lambda t: t[:, :0]}),
-    ("grouped", {"ids": lambda t: t[:, :0], "weights": lambda t: t[:, :0]}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "changes"),
+    [
+        ("experts", {"gate_up": lambda t: t[:, :0], "down": lambda t: t[..., :0]}),
+        (
+            "split_experts",
+            {
+                "trained_gate_up": lambda t: t[:, :0],
+                "gate_up": lambda t: t[:, :0],
+                "trained_down": lambda t: t[..., :0],
+                "down": lambda t: t[..., :0],
+            },
+        ),
+        ("adapters", {"down": lambda t: t[..., :0], "up": lambda t: t[:, :0]}),
+        ("lora_mixture", {"up": lambda t: t[:, :0], "base": lambda t: t[:, :0]}),
+        ("grouped", {"ids": lambda t: t[:, :0], "weights": lambda t: t[:, :0]}),
+    ],
+)
 def test_a_width_of_zero_is_refused(op, changes, impl):
     refused(f"E-SHAPE: {op}: .* 0", op, impl=impl, **changes)
 
 
 @pytest.mark.parametrize("slots", [[-1, 1, -1], [7, 0, -1], [-2, 0, -1], [0, 0, -1]])
 def test_slots_that_are_no_places_of_the_trained_bank_or_shared_are_refused(slots):
-    message = rf"E-RANGE: split_experts: slots are \[{slots[0]}, .*-1 or a place in \[0, 1\)"
+    message = (
+        rf"E-RANGE: split_experts: slots are \[{slots[0]}, .*-1 or a place in \[0, 1\)"
+    )
     refused(message, "split_experts", slots=lambda _: torch.tensor(slots))
 
 
-@pytest.mark.parametrize("change", [
-    {"counts": lambda _: torch.tensor([3, 3, 4])}, {"counts": lambda t: t.roll(1)},
-    {"order": lambda t: t // 2 * 2}, {"order": lambda t: t - 1}, {"order": lambda t: t.flip(0)},
-    {"ids": lambda t: t.roll(1, 0)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"counts": lambda _: torch.tensor([3, 3, 4])},
+        {"counts": lambda t: t.roll(1)},
+        {"order": lambda t: t // 2 * 2},
+        {"order": lambda t: t - 1},
+        {"order": lambda t: t.flip(0)},
+        {"ids": lambda t: t.roll(1, 0)},
+    ],
+)
 def test_a_routing_made_by_hand_has_the_order_and_counts_of_its_ids(change):
     routing = kernels.route(draw("route", SIZES)["logits"], 2)
     changed = {
-        name: change.get(name, torch.clone)(part) for name, part in routing._asdict().items()
+        name: change.get(name, torch.clone)(part)
+        for name, part in routing._asdict().items()
     }
     message = "^E-RANGE: Routing: order and counts are not those of the ids; make it by"
     refusals.refused(message, Routing, **changed)
     refusals.refused(message, routing._replace, **changed)
-    assert Routing(*routing)._replace(weights=routing.weights / 2).order is routing.order
+    assert (
+        Routing(*routing)._replace(weights=routing.weights / 2).order is routing.order
+    )
 
 
-@pytest.mark.parametrize(("message", "change"), [
-    ("E-SHAPE: Routing: .* the routing's ids", {
-        "ids": lambda t: t[:, :0], "weights": lambda t: t[:, :0], "order": lambda t: t[:0]}),
-    ("E-SHAPE: Routing: .* the routing's order", {"order": lambda t: t[1:]}),
-    ("E-RANGE: Routing: ids are -1 to 1, expected 0 to 2", {"ids": lambda t: t - 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        (
+            "E-SHAPE: Routing: .* the routing's ids",
+            {
+                "ids": lambda t: t[:, :0],
+                "weights": lambda t: t[:, :0],
+                "order": lambda t: t[:0],
+            },
+        ),
+        ("E-SHAPE: Routing: .* the routing's order", {"order": lambda t: t[1:]}),
+        (
+            "E-RANGE: Routing: ids are -1 to 1, expected 0 to 2",
+            {"ids": lambda t: t - 1},
+        ),
+    ],
+)
 @pytest.mark.parametrize("op", ROUTED)
 def test_a_routing_of_other_shapes_or_of_no_expert_is_refused(op, message, change):
     refused(message, op, **change)
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
-@pytest.mark.parametrize(("message", "act"), [
-    (r"E-SHAPE: experts: act returns \(\d+, 1\) of torch.float32, expected \(\d+, 4\) of",
-     lambda x: x[..., :1]),
-    ("E-TYPE: experts: act returns a float, expected", lambda x: 1.0),
-    ("E-SHAPE: experts: act returns .* of torch.float64, expected .* of torch.float32",
-     lambda x: x.double()),
-    ("E-TYPE: experts: act changes what it is given", lambda x: x.mul_(2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "act"),
+    [
+        (
+            r"E-SHAPE: experts: act returns \(\d+, 1\) of torch.float32, expected \(\d+, 4\) of",
+            lambda x: x[..., :1],
+        ),
+        ("E-TYPE: experts: act returns a float, expected", lambda x: 1.0),
+        (
+            "E-SHAPE: experts: act returns .* of torch.float64, expected .* of torch.float32",
+            lambda x: x.double(),
+        ),
+        ("E-TYPE: experts: act changes what it is given", lambda x: x.mul_(2)),
+    ],
+)
 def test_an_activation_that_is_not_elementwise_is_refused(impl, message, act):
     of = arguments("experts")
-    routing, bank = Routing(*(of[name] for name in Routing._fields)), (of["gate_up"], of["down"])
+    routing, bank = (
+        Routing(*(of[name] for name in Routing._fields)),
+        (of["gate_up"], of["down"]),
+    )
     if impl == "reference":  # which names the shape [T, E, F]
         message = message.replace(r"\(\d+, ", r"\(\d+, 3, ")
-    refusals.refused(message, kernels.experts, of["x"], routing, Bank(*bank), act, impl=impl)
+    refusals.refused(
+        message, kernels.experts, of["x"], routing, Bank(*bank), act, impl=impl
+    )
 
 
 def test_an_activation_without_a_gradient_is_refused_in_the_backward_pass():
     of = {name: t.requires_grad_() for name, t in draw("experts", SIZES).items()}
     y = call("experts", of, "torch", act=lambda x: x.detach() * 2)
-    refusals.refused("E-GRADIENT: experts: act returns what has no gradient", y.sum().backward)
+    refusals.refused(
+        "E-GRADIENT: experts: act returns what has no gradient", y.sum().backward
+    )
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference", "triton"])
@@ -217,27 +327,46 @@ def test_a_scale_has_a_gradient(op, impl):
     y = call(op, of, impl, scale=scale)
     (found,) = torch.autograd.grad(y.sum(), scale)
     right = call(op, of, impl, scale=1.7).sum() - call(op, of, impl, scale=0.7).sum()
-    assert y.dtype == torch.float32 and found.item() == pytest.approx(right.item(), rel=1e-4)
+    assert y.dtype == torch.float32 and found.item() == pytest.approx(
+        right.item(), rel=1e-4
+    )
     assert torch.allclose(y, call(op, of, impl, scale=0.7), rtol=1e-5)
 
 
 @pytest.mark.parametrize("op", ["adapters", "lora_mixture"])
-@pytest.mark.parametrize(("code", "scale"), [
-    ("E-SHAPE", torch.ones(2)), ("E-SHAPE", torch.tensor(1)), ("E-NONFINITE", float("nan")),
-    ("E-NONFINITE", 10**400), ("E-TYPE", True), ("E-TYPE", "1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "scale"),
+    [
+        ("E-SHAPE", torch.ones(2)),
+        ("E-SHAPE", torch.tensor(1)),
+        ("E-NONFINITE", float("nan")),
+        ("E-NONFINITE", 10**400),
+        ("E-TYPE", True),
+        ("E-TYPE", "1"),
+    ],
+)
 def test_a_scale_that_is_no_number_is_refused(op, code, scale):
     refusals.refused(f"{code}: {op}: scale is ", call, op, draw(op, SIZES), scale=scale)
 
 
-@pytest.mark.parametrize(("message", "run"), [
-    ("E-SHAPE: nearest_rows: .*pool", lambda: nearest_rows(ones(()), ones(2, 4), 1)),
-    ("E-SHAPE: groups: .*similarity", lambda: groups(ones(()), ones(5), 2)),
-    ("E-RANGE: grouped: ids are 0 to 3, expected 0 to 2",
-     lambda: kernels.grouped(torch.tensor([[0, 3]]), torch.zeros(1, 2), 3)),
-    ("E-RANGE: balance_loss: ids are -1 to 2, expected 0 to 2",
-     lambda: kernels.balance_loss(torch.zeros(1, 3), torch.tensor([[-1, 2]]))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "run"),
+    [
+        (
+            "E-SHAPE: nearest_rows: .*pool",
+            lambda: nearest_rows(ones(()), ones(2, 4), 1),
+        ),
+        ("E-SHAPE: groups: .*similarity", lambda: groups(ones(()), ones(5), 2)),
+        (
+            "E-RANGE: grouped: ids are 0 to 3, expected 0 to 2",
+            lambda: kernels.grouped(torch.tensor([[0, 3]]), torch.zeros(1, 2), 3),
+        ),
+        (
+            "E-RANGE: balance_loss: ids are -1 to 2, expected 0 to 2",
+            lambda: kernels.balance_loss(torch.zeros(1, 3), torch.tensor([[-1, 2]])),
+        ),
+    ],
+)
 def test_what_has_no_rows_or_names_no_expert_is_refused(run, message):
     refusals.refused(f"^{message}", run)
 
@@ -259,11 +388,15 @@ def test_a_gradient_that_is_not_asked_for_costs_nothing(op):
 
 
 @installed
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="arguments lie on a CPU")
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="arguments lie on a CPU"
+)
 @pytest.mark.parametrize("op", TWINS)
 def test_kernels_are_launched_where_the_first_tensor_lies(op, monkeypatch):
     seen, nothing = [], contextlib.nullcontext()
-    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: seen.append(tensor) or nothing)
+    monkeypatch.setattr(
+        torch.cuda, "device_of", lambda tensor: seen.append(tensor) or nothing
+    )
     changed(op, impl="triton")
     assert seen
 
@@ -288,21 +421,38 @@ def test_a_name_is_obeyed_or_refused_and_auto_is_the_first_on_a_cpu(monkeypatch)
     for on in (None, torch.zeros(1), torch.zeros(1, device="meta")):
         assert implementation("known", "auto", TABLE, on) is len
     monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
-    for name, message in (("tritn", "no implementation impl='tritn'; did you mean 'triton'"),
-            ("triton", "impl='triton' cannot run here: triton is not installed")):  # fmt: skip
+    for name, message in (
+        ("tritn", "no implementation impl='tritn'; did you mean 'triton'"),
+        ("triton", "impl='triton' cannot run here: triton is not installed"),
+    ):
         with pytest.raises(Refusal, match=f"E-IMPL: known: {message}"):
             implementation("known", name, TABLE, torch.zeros(1))
 
 
-@pytest.mark.parametrize(("capability", "compiler", "why"), [
-    ((8, 0), "/usr/bin/gcc", None),
-    ((7, 5), "/usr/bin/gcc", "cuda:0 has compute capability 7.5, expected at least 8.0"),
-    ((9, 0), None, "Triton finds no C compiler: install gcc or clang, or name one in CC"),
-])  # fmt: skip
-def test_auto_is_triton_only_on_a_gpu_that_can_run_it(capability, compiler, why, monkeypatch):
+@pytest.mark.parametrize(
+    ("capability", "compiler", "why"),
+    [
+        ((8, 0), "/usr/bin/gcc", None),
+        (
+            (7, 5),
+            "/usr/bin/gcc",
+            "cuda:0 has compute capability 7.5, expected at least 8.0",
+        ),
+        (
+            (9, 0),
+            None,
+            "Triton finds no C compiler: install gcc or clang, or name one in CC",
+        ),
+    ],
+)
+def test_auto_is_triton_only_on_a_gpu_that_can_run_it(
+    capability, compiler, why, monkeypatch
+):
     """The GPU is PyTorch's fake one, with a device and no memory; Triton and a kernel are too."""
     monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "moebook.kernels._triton.known", SimpleNamespace(run=max))
+    monkeypatch.setitem(
+        sys.modules, "moebook.kernels._triton.known", SimpleNamespace(run=max)
+    )
     for name in ("TRITON_INTERPRET", "CC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

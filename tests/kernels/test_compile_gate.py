@@ -33,8 +33,10 @@ from moebook.kernels._triton import (  # noqa: E402
 )
 
 FOLDER = Path(__file__).parents[2] / "moebook" / "kernels" / "_triton"
-TARGETS = [(80, "bf16"), *(pytest.param(90, dtype, marks=pytest.mark.soak)
-                           for dtype in ("fp32", "bf16"))]  # fmt: skip
+TARGETS = [
+    (80, "bf16"),
+    *(pytest.param(90, dtype, marks=pytest.mark.soak) for dtype in ("fp32", "bf16")),
+]
 KILOBYTES = {80: 163, 90: 227}
 """Shared memory that a program can have."""
 NAMES = {
@@ -52,26 +54,47 @@ OPTIONS = ("num_warps", "num_stages")
 def kernels(dtype, tma):
     """Yield (kernel, constants, blocks that are fetched) as the launchers set them."""
     wide = dtype == torch.float32
-    for chosen in (grouped.blocks(dtype, large) for large in ((False,) if wide else (True, False))):
+    for chosen in (
+        grouped.blocks(dtype, large) for large in ((False,) if wide else (True, False))
+    ):
         deep, shared = chosen["BK"], {"TMA": tma, "PROGRAMS": 132, **chosen}
         half, rows = chosen["BN"] // 2, {"rows": (chosen["BM"], deep)}
-        yield (experts._gated_up, {"D": 2048, "F": 1024, **shared, "BN": half},
-               {**rows, "matrices": (2, half, deep)} if tma else {})  # fmt: skip
+        yield (
+            experts._gated_up,
+            {"D": 2048, "F": 1024, **shared, "BN": half},
+            {**rows, "matrices": (2, half, deep)} if tma else {},
+        )
         for forward in (False, True):
             side = (chosen["BN"], deep) if forward else (deep, chosen["BN"])
-            yield (grouped._product, {"K": 2048, "N": 1024, "FORWARD": forward, **shared},
-                   {**rows, "matrices": side} if tma else {})  # fmt: skip
+            yield (
+                grouped._product,
+                {"K": 2048, "N": 1024, "FORWARD": forward, **shared},
+                {**rows, "matrices": side} if tma else {},
+            )
     sizes = grouped.gradient_blocks(dtype, chosen, tma)
-    sides = {"left_blocks": (sizes["BK"], sizes["BI"]), "right_blocks": (sizes["BK"], sizes["BJ"])}
+    sides = {
+        "left_blocks": (sizes["BK"], sizes["BI"]),
+        "right_blocks": (sizes["BK"], sizes["BJ"]),
+    }
     for by_token in ("",) if tma else ("", "left", "right"):
-        constants = {"HIGH": 2048, "WIDE": 1024, "TMA": tma, "BY_TOKEN": by_token, **sizes}
+        constants = {
+            "HIGH": 2048,
+            "WIDE": 1024,
+            "TMA": tma,
+            "BY_TOKEN": by_token,
+            **sizes,
+        }
         yield grouped._weight_gradient, constants, sides if tma else {}
     for rank, back in ((16, False), (32 if wide else 64, True))[tma:]:
         inward, outward = adapters.blocks(dtype, rank)
         sizes = {"E": 8, "D": 2048, "R": rank, "BACK": back}
         yield adapters._inward, {**sizes, **inward}, {}
         yield adapters._outward, {**sizes, "ADD": True, **outward}, {}
-    yield lora_mixture._mix, {"N": 4, "R": 16, "WIDE": 2048, **lora_mixture.blocks(dtype)}, {}
+    yield (
+        lora_mixture._mix,
+        {"N": 4, "R": 16, "WIDE": 2048, **lora_mixture.blocks(dtype)},
+        {},
+    )
     yield duplicates._mark, {"D": 384, **duplicates.blocks(dtype, tma)}, {}
     if tma:
         return
@@ -91,16 +114,25 @@ def compiled(kernel, constants, fetched, dtype, arch):
     constants = {key: value for key, value in constants.items() if key not in OPTIONS}
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
-        signature[name] = "constexpr" if name in constants else TYPES.get(name, f"*{dtype}")
+        signature[name] = (
+            "constexpr" if name in constants else TYPES.get(name, f"*{dtype}")
+        )
         if name in fetched:
-            signature[name] = f"tensordesc<{dtype}[{', '.join(map(str, fetched[name]))}]>"
+            signature[name] = (
+                f"tensordesc<{dtype}[{', '.join(map(str, fetched[name]))}]>"
+            )
         if signature[name].startswith("*"):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    return {"kernel": kernel.__name__, "constants": str(constants), "shared": made.metadata.shared,
-            "stack": stack(made.asm["cubin"]), "wgmma": "wgmma" in made.asm["ptx"],
-            "large": max(constants.get("BM", 0), constants.get("BI", 0)) >= 64}  # fmt: skip
+    return {
+        "kernel": kernel.__name__,
+        "constants": str(constants),
+        "shared": made.metadata.shared,
+        "stack": stack(made.asm["cubin"]),
+        "wgmma": "wgmma" in made.asm["ptx"],
+        "large": max(constants.get("BM", 0), constants.get("BI", 0)) >= 64,
+    }
 
 
 def stack(cubin):
@@ -126,8 +158,12 @@ def main():
 @pytest.mark.parametrize(("arch", "dtype"), TARGETS)
 @pytest.mark.timeout(900)  # cold, and beside other work
 def test_kernels_compile_and_fit(cache, arch, dtype):
-    environment = {"TRITON_CACHE_DIR": str(cache.mkdir("triton")), **os.environ,
-                   "TRITON_INTERPRET": "0", "PYTHONPATH": str(FOLDER.parents[2])}  # fmt: skip
+    environment = {
+        "TRITON_CACHE_DIR": str(cache.mkdir("triton")),
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": str(FOLDER.parents[2]),
+    }
     command = [sys.executable, __file__, str(arch), dtype]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -138,7 +174,9 @@ def test_kernels_compile_and_fit(cache, arch, dtype):
         assert form["stack"] == 0, form
         assert form["wgmma"] or not form["large"] or not fetching, form
     names = {form["kernel"] for form in forms}
-    launches = [re.findall(r"\b(_\w+)\[\(?\w", path.read_text()) for path in FOLDER.glob("*.py")]
+    launches = [
+        re.findall(r"\b(_\w+)\[\(?\w", path.read_text()) for path in FOLDER.glob("*.py")
+    ]
     launched = {name for names in launches for name in names}
     if fetching:
         assert names < launched and len(names) == 7, "each that multiplies"

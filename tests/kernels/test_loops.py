@@ -17,18 +17,29 @@ from tests.refusals import refused
 SHAPES = {
     # T, E, K, D, F, the experts that train in a bank of their own
     "split_experts": [
-        (12, 4, 2, 8, 4, [2, 0]), (7, 3, 1, 6, 5, [1]), (1, 5, 3, 4, 2, [0, 1, 2, 3, 4]),
+        (12, 4, 2, 8, 4, [2, 0]),
+        (7, 3, 1, 6, 5, [1]),
+        (1, 5, 3, 4, 2, [0, 1, 2, 3, 4]),
         (5, 16, 2, 4, 2, [9, 3]),  # some experts get no row
         (40, 2, 1, 4, 3, []),  # segments of more than 16 rows, which bfloat16 fills up
         (0, 3, 2, 4, 2, [1]),
     ],
     # T, E, K, D, R
     "adapters": [
-        (12, 4, 2, 8, 4), (7, 3, 1, 6, 5), (1, 5, 3, 4, 2), (5, 16, 2, 4, 2), (0, 3, 2, 4, 2),
+        (12, 4, 2, 8, 4),
+        (7, 3, 1, 6, 5),
+        (1, 5, 3, 4, 2),
+        (5, 16, 2, 4, 2),
+        (0, 3, 2, 4, 2),
         (260, 2, 2, 6, 3),  # enough tokens to sort them by pair
     ],
-    "lora_mixture": [(6, 3, 8, 4, 5), (5, 1, 6, 2, 4), (1, 4, 4, 3, 7), (0, 2, 4, 2, 3)],
-}  # fmt: skip
+    "lora_mixture": [
+        (6, 3, 8, 4, 5),
+        (5, 1, 6, 2, 4),
+        (1, 4, 4, 3, 7),
+        (0, 2, 4, 2, 3),
+    ],
+}
 SHAPES["experts"] = [shape[:5] for shape in SHAPES["split_experts"]]
 LETTERS = {"adapters": "T E K D R", "lora_mixture": "T N D R O"}
 OPS = ("experts", "split_experts", "adapters", "lora_mixture")
@@ -42,14 +53,20 @@ def given(op, shape=None, dtype=torch.float64):
     shape = shape or SHAPES[op][0]
     sizes = dict(zip(LETTERS.get(op, "T E K D F chosen").split(), shape, strict=False))
     chosen = sizes.pop("chosen", None)
-    of = draw(op, sizes | {"N": sizes.get("N", len(chosen or ()))}, dtype, seed=sum(shape[:2]))
+    of = draw(
+        op, sizes | {"N": sizes.get("N", len(chosen or ()))}, dtype, seed=sum(shape[:2])
+    )
     if op == "lora_mixture":
         of["gates"] = of["gates"].sigmoid() * (of["gates"] < 0.5)  # some are zero
     return {name: t.requires_grad_() for name, t in of.items()}, sizes.get("K"), chosen
 
 
 def by_op(op, of, impl, K=2, chosen=None, act=F.silu):
-    slots = None if chosen is None else places(of["logits"].shape[1], chosen, of["x"].device)
+    slots = (
+        None
+        if chosen is None
+        else places(of["logits"].shape[1], chosen, of["x"].device)
+    )
     return call(op, of | {"slots": slots}, impl, K=K, act=act)
 
 
@@ -64,7 +81,9 @@ def through(op, of, t, e, chosen):
     if chosen is not None:
         gate_up, down = gate_up.detach(), down.detach()
     if e in (chosen or ()):
-        gate_up, down = (of[f"trained_{name}"][chosen.index(e)] for name in ("gate_up", "down"))
+        gate_up, down = (
+            of[f"trained_{name}"][chosen.index(e)] for name in ("gate_up", "down")
+        )
     gate, up = (gate_up @ of["x"][t]).chunk(2)
     return down @ (gate / (1 + (-gate).exp()) * up)
 
@@ -72,12 +91,18 @@ def through(op, of, t, e, chosen):
 def loop(op, of, K=2, chosen=None):
     """Token by token, expert by expert."""
     if op == "lora_mixture":
-        ids, shares = torch.arange(of["gates"].shape[1]).expand(of["gates"].shape), of["gates"]
+        ids, shares = (
+            torch.arange(of["gates"].shape[1]).expand(of["gates"].shape),
+            of["gates"],
+        )
     elif "ids" in of:
         ids, shares = of["ids"], of["weights"]
     else:
         values, order = of["logits"].sort(dim=1, descending=True)
-        ids, shares = order[:, :K], values[:, :K].exp() / values[:, :K].exp().sum(1, keepdim=True)
+        ids, shares = (
+            order[:, :K],
+            values[:, :K].exp() / values[:, :K].exp().sum(1, keepdim=True),
+        )
     rows = []
     for t, experts_of_t in enumerate(ids.tolist()):
         row = of["base"][t] if "base" in of else of["h"][t] if "h" in of else 0
@@ -91,7 +116,12 @@ def with_gradients(out, of):
     """The output, then the gradients of all inputs that need one, zero where there is none."""
     leaves = [leaf for leaf in of.values() if leaf.requires_grad]
     wave = torch.arange(out.numel(), device=out.device).view_as(out).cos().to(out.dtype)
-    return [out, *torch.autograd.grad(out, leaves, wave, allow_unused=True, materialize_grads=True)]
+    return [
+        out,
+        *torch.autograd.grad(
+            out, leaves, wave, allow_unused=True, materialize_grads=True
+        ),
+    ]
 
 
 def close(got, want, tolerance=1e-10):
@@ -108,7 +138,9 @@ def part(request, monkeypatch):
 
 @pytest.mark.usefixtures("part")
 @both
-@pytest.mark.parametrize(("op", "shape"), [(op, shape) for op in OPS for shape in SHAPES[op]])
+@pytest.mark.parametrize(
+    ("op", "shape"), [(op, shape) for op in OPS for shape in SHAPES[op]]
+)
 def test_outputs_and_gradients_equal_the_plain_loop(op, shape, impl):
     of, *rest = given(op, shape)
     truth = loop(op, of, *rest) if shape[0] else by_op(op, of, "reference", *rest)
@@ -119,7 +151,9 @@ def test_outputs_and_gradients_equal_the_plain_loop(op, shape, impl):
 @each
 def test_gradcheck_in_float64(op, impl):
     small = {"adapters": (6, 3, 2, 4, 3), "lora_mixture": (3, 2, 4, 2, 3)}
-    of, *rest = given(op, small.get(op, (6, 3, 2, 4, 3, *[[1]] * (op == "split_experts"))))
+    of, *rest = given(
+        op, small.get(op, (6, 3, 2, 4, 3, *[[1]] * (op == "split_experts")))
+    )
     frozen = {"gate_up", "down"} if op == "split_experts" else set()
     leaves = [t.detach() if name in frozen else t for name, t in of.items()]
 
@@ -132,7 +166,9 @@ def test_gradcheck_in_float64(op, impl):
 @each
 def test_what_needs_no_gradient_gets_none_and_changes_no_other(op):
     of, *rest = given(op)
-    want = dict(zip(of, with_gradients(by_op(op, of, "torch", *rest), of)[1:], strict=True))
+    want = dict(
+        zip(of, with_gradients(by_op(op, of, "torch", *rest), of)[1:], strict=True)
+    )
     for name in of:
         for trained in ({name}, of.keys() - {name}):
             some = {n: t.detach().requires_grad_(n in trained) for n, t in of.items()}
@@ -143,19 +179,33 @@ def test_what_needs_no_gradient_gets_none_and_changes_no_other(op):
         assert not any(want[name].any() for name in ("gate_up", "down"))
 
 
-@pytest.mark.parametrize(("op", "tokens", "K", "impl"), [
-    *((op, tokens, K, impl) for op, tokens, K in (("experts", 5, 2), ("adapters", 5, 2),
-      ("adapters", 7, 3), ("adapters", 300, 2)) for impl in ("torch", "reference")),
-    ("adapters", 7, 2, "triton"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "tokens", "K", "impl"),
+    [
+        *(
+            (op, tokens, K, impl)
+            for op, tokens, K in (
+                ("experts", 5, 2),
+                ("adapters", 5, 2),
+                ("adapters", 7, 3),
+                ("adapters", 300, 2),
+            )
+            for impl in ("torch", "reference")
+        ),
+        ("adapters", 7, 2, "triton"),
+    ],
+)
 def test_an_expert_that_a_token_chose_twice_counts_twice(op, tokens, K, impl):
     """Tokens that choose one expert twice, the other twice, or both; the last by pair."""
     if impl == "triton" and find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    device, dtype = (DEVICE, torch.float32) if impl == "triton" else ("cpu", torch.float64)
+    device, dtype = (
+        (DEVICE, torch.float32) if impl == "triton" else ("cpu", torch.float64)
+    )
     of, *_ = given(op, (tokens, 2, K, 6, 3))
     of = {name: t.detach().to(device, dtype).requires_grad_() for name, t in of.items()}
-    ids = (torch.arange(tokens * K, device=device) % 3 // 2).view(tokens, K)  # 0 0 1, 0 0 1, ...
+    # 0 0 1, 0 0 1, ...
+    ids = (torch.arange(tokens * K, device=device) % 3 // 2).view(tokens, K)
     by = grouped(ids, torch.zeros(ids.shape, device=device), 2)._asdict()
 
     def run(function, *rest):
@@ -170,28 +220,42 @@ def test_any_elementwise_activation_will_do_and_triton_knows_silu_alone():
     for act in (F.gelu, torch.tanh, F.relu):
         ys = [by_op("experts", of, impl, act=act) for impl in ("torch", "reference")]
         close(*(with_gradients(y, of) for y in ys), 1e-7)
-        with pytest.raises(Refusal, match=r"E-IMPL: experts: .*its activation is SiLU alone"):
+        with pytest.raises(
+            Refusal, match=r"E-IMPL: experts: .*its activation is SiLU alone"
+        ):
             by_op("experts", of, "triton", act=act)
     with torch.no_grad():  # without gradients an activation may have parameters
         act = torch.nn.PReLU().double()
-        close(*([by_op("experts", of, impl, act=act)] for impl in ("torch", "reference")))
+        close(
+            *([by_op("experts", of, impl, act=act)] for impl in ("torch", "reference"))
+        )
 
 
 @both
-@pytest.mark.parametrize(("act", "why"), [
-    ("silu", "act is 'silu', expected a function"),
-    (torch.nn.PReLU(), "act is PReLU, whose parameters would get no gradient"),
-    (torch.nn.SiLU(inplace=True), "act is SiLU, expected one that is not in place"),
-    (torch.nn.Sequential(torch.nn.SiLU(inplace=True)), "act is Sequential, expected one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("act", "why"),
+    [
+        ("silu", "act is 'silu', expected a function"),
+        (torch.nn.PReLU(), "act is PReLU, whose parameters would get no gradient"),
+        (torch.nn.SiLU(inplace=True), "act is SiLU, expected one that is not in place"),
+        (
+            torch.nn.Sequential(torch.nn.SiLU(inplace=True)),
+            "act is Sequential, expected one",
+        ),
+    ],
+)
 def test_an_activation_that_the_backward_pass_would_miss_is_refused(act, why, impl):
-    refused(f"E-TYPE: experts: {why}", by_op, "experts", given("experts")[0], impl, act=act)
+    refused(
+        f"E-TYPE: experts: {why}", by_op, "experts", given("experts")[0], impl, act=act
+    )
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 1, 4, 2), (5, 3, 2, 4, 65), (5, 65, 2, 4, 2)])
 def test_triton_takes_two_adapters_a_token_and_few_narrow_ones(shape):
     of, K, _ = given("adapters", shape)
-    with pytest.raises(Refusal, match=r"E-IMPL: adapters: .* it takes 2 of at most 64 experts"):
+    with pytest.raises(
+        Refusal, match=r"E-IMPL: adapters: .* it takes 2 of at most 64 experts"
+    ):
         by_op("adapters", of, "triton", K)
 
 
@@ -202,7 +266,9 @@ def test_a_token_that_is_not_finite_spoils_the_weights_of_its_experts_alone(toke
     routing = route(of["logits"].detach(), 1)
     assert (routing.counts > 16).all()  # so that segments are filled up
     of["x"].data[token] = torch.nan
-    experts(of["x"], routing, bank := Bank(of["gate_up"], of["down"]), F.silu).sum().backward()
+    experts(
+        of["x"], routing, bank := Bank(of["gate_up"], of["down"]), F.silu
+    ).sum().backward()
     for weight in bank:
         spoilt = weight.grad.isnan().flatten(1).any(1)
         assert torch.equal(spoilt, torch.arange(3) == routing.ids[token])
@@ -242,7 +308,9 @@ def test_any_mixture_of_dtypes_is_as_accurate_as_the_reference(of_x, of_base, of
 
 def test_leading_dimensions_of_a_mixture_are_kept_and_a_bases_gradient_is_the_incoming_one():
     of, *_ = given("lora_mixture")
-    shaped = {name: t.unflatten(0, (2, 3)) if len(t) == 6 else t for name, t in of.items()}
+    shaped = {
+        name: t.unflatten(0, (2, 3)) if len(t) == 6 else t for name, t in of.items()
+    }
     y = by_op("lora_mixture", of, "torch")
     torch.testing.assert_close(by_op("lora_mixture", shaped, "torch").flatten(0, 1), y)
     (grad,) = torch.autograd.grad(y, of["base"], incoming := torch.ones_like(y))

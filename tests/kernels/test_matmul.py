@@ -22,7 +22,10 @@ def factors(rows, inner, columns, kind="plain"):
         case "transposed":
             return torch.randn(inner, rows).T, torch.randn(columns, inner).T
         case "strided":
-            wide = torch.randn(2 * rows, 3 * inner + 1), torch.randn(2 * inner, columns + 5)
+            wide = (
+                torch.randn(2 * rows, 3 * inner + 1),
+                torch.randn(2 * inner, columns + 5),
+            )
             return wide[0][::2, 1::3], wide[1][::2, 5:]
     return torch.randn(1, inner).expand(rows, -1), torch.randn(inner, columns)
 
@@ -40,7 +43,9 @@ def products(left, right):
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("kind", ["plain", "transposed", "strided", "expanded"])
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 300, 7), (5, 1, 9), (300, 40, 33), (64, 257, 16)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (1, 300, 7), (5, 1, 9), (300, 40, 33), (64, 257, 16)]
+)
 def test_error_is_at_most_twice_that_of_pytorch(sizes, kind):
     left, right = factors(*sizes, kind)
     truth = left.double() @ right.double()
@@ -56,16 +61,26 @@ def test_pieces_of_a_large_result_are_the_whole(threads, request, monkeypatch):
     monkeypatch.setattr(matmul, "PIECE", 100)
     left, right = factors(500, 20, 30)
     truth = left.double() @ right.double()
-    assert all((got - truth).norm() <= 1e-6 * truth.norm() for got in products(left, right))
+    assert all(
+        (got - truth).norm() <= 1e-6 * truth.norm() for got in products(left, right)
+    )
 
 
 @pytest.mark.usefixtures("library")
 def test_what_is_empty_or_not_finite_comes_through_where_it_belongs():
     left, right = torch.ones(40, 20), torch.ones(20, 30)
-    left[3, 4], left[5, 6], left[7, 0], left[8, :2] = torch.nan, torch.inf, -torch.inf, torch.inf
+    left[3, 4], left[5, 6], left[7, 0], left[8, :2] = (
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+        torch.inf,
+    )
     left[8, 1] = -torch.inf
     right[0, 9] = 0  # times infinity
-    empty = ((torch.ones(n, k), torch.ones(k, m)) for n, k, m in ((0, 4, 3), (4, 0, 3), (4, 3, 0)))
+    empty = (
+        (torch.ones(n, k), torch.ones(k, m))
+        for n, k, m in ((0, 4, 3), (4, 0, 3), (4, 3, 0))
+    )
     for one, other in ((left, right), *empty):
         want = (one.double() @ other.double()).float()
         for got in products(one, other):
@@ -87,19 +102,29 @@ def test_it_computes_in_all_modes_and_leaves_other_dtypes_to_pytorch(request):
 
 
 @pytest.mark.parametrize("wider", [True, False])
-def test_only_large_products_are_compiled_in_float32_and_all_in_bfloat16(wider, monkeypatch):
+def test_only_large_products_are_compiled_in_float32_and_all_in_bfloat16(
+    wider, monkeypatch
+):
     monkeypatch.setattr(matmul, "is_wider", lambda: wider)
     enough = matmul.ENOUGH
     assert is_compiled(torch.float32, CPU, enough) is wider
     assert is_compiled(torch.bfloat16, CPU, 1)
-    for dtype, on, size in ((torch.float32, CPU, enough - 1), (torch.float64, CPU, enough),
-                            (torch.bfloat16, torch.device("cuda"), enough)):  # fmt: skip
+    for dtype, on, size in (
+        (torch.float32, CPU, enough - 1),
+        (torch.float64, CPU, enough),
+        (torch.bfloat16, torch.device("cuda"), enough),
+    ):
         assert not is_compiled(dtype, on, size)
 
 
 @pytest.mark.parametrize("lacking", ["", "mkl", "avx512", "amd", "file", "op"])
-def test_onednn_is_wider_on_amd_with_avx512_where_pytorch_has_mkl(lacking, monkeypatch, tmp_path):
-    info, vendor = tmp_path / "cpuinfo", "GenuineIntel" if lacking == "amd" else "AuthenticAMD"
+def test_onednn_is_wider_on_amd_with_avx512_where_pytorch_has_mkl(
+    lacking, monkeypatch, tmp_path
+):
+    info, vendor = (
+        tmp_path / "cpuinfo",
+        "GenuineIntel" if lacking == "amd" else "AuthenticAMD",
+    )
     if lacking != "file":
         info.write_text(f"vendor_id\t: {vendor}\n")
     capability = "AVX2" if lacking == "avx512" else "AVX512"
@@ -131,7 +156,11 @@ def test_memory_comes_back_for_any_shape_when_the_last_tensor_that_shares_it_is_
     del array
     for shape, like in ((SHAPE, ONE), ((3, LARGE // 4), ONE.bfloat16())):
         again = empty(shape, like)
-        assert (again.data_ptr(), again.shape, again.dtype) == (place, shape, like.dtype)
+        assert (again.data_ptr(), again.shape, again.dtype) == (
+            place,
+            shape,
+            like.dtype,
+        )
         del again
     assert empty((SHAPE[0], 1), ONE.bfloat16()).data_ptr() != place, "a quarter of it"
     assert empty((SHAPE[0], 3), ONE).data_ptr() != place, "more than it"
@@ -144,11 +173,15 @@ def test_no_more_is_kept_than_is_allowed_and_the_longest_free_goes_first(monkeyp
     del held[0], held[0], held[0]
     assert [block.ctypes.data for block in matmul._free.values()] == places[:3]
     empty((LARGE * 3 // 4,), ONE)
-    assert next(iter(matmul._free.values())).ctypes.data == places[2], "the first two went"
+    assert next(iter(matmul._free.values())).ctypes.data == places[2], (
+        "the first two went"
+    )
     assert [len(block) // LARGE for block in matmul._free.values()] == [2, 3]
     held.pop()
     assert not matmul._free, "more than is allowed by itself"
-    assert empty((2, 3), ONE).shape == (2, 3) and not matmul._free, "small tensors are not kept"
+    assert empty((2, 3), ONE).shape == (2, 3) and not matmul._free, (
+        "small tensors are not kept"
+    )
 
 
 def test_threads_never_share_a_block():
@@ -167,12 +200,16 @@ def test_threads_never_share_a_block():
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop])
-def test_training_is_bitwise_what_it_is_in_new_memory(optimizer, set_to_none, monkeypatch):
+def test_training_is_bitwise_what_it_is_in_new_memory(
+    optimizer, set_to_none, monkeypatch
+):
     def train(large):
         """Two passes a step; gradients of one step and of one pass are held to the end."""
         monkeypatch.setattr(matmul, "LARGE", large)
         torch.manual_seed(0)
-        bank = Bank(*(torch.nn.Parameter(torch.randn(4, *s)) for s in ((12, 8), (8, 6))))
+        bank = Bank(
+            *(torch.nn.Parameter(torch.randn(4, *s)) for s in ((12, 8), (8, 6)))
+        )
         steps, held = optimizer(bank, lr=0.01), []
         for step in range(4):
             for _ in range(2):

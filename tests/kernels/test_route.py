@@ -21,9 +21,13 @@ def test_hand_worked_row_is_routed_and_weighted(impl):
     logits = torch.log(torch.tensor([[1.0, 3.0, 4.0, 2.0]], dtype=torch.float64))
     routing = route(logits, 2, impl=impl)
     assert routing.ids.tolist() == [[2, 1]]
-    torch.testing.assert_close(routing.weights, torch.tensor([[4 / 7, 3 / 7]], dtype=torch.float64))
+    torch.testing.assert_close(
+        routing.weights, torch.tensor([[4 / 7, 3 / 7]], dtype=torch.float64)
+    )
     raw = route(logits, 2, combine="probability", impl=impl)
-    torch.testing.assert_close(raw.weights, torch.tensor([[0.4, 0.3]], dtype=torch.float64))
+    torch.testing.assert_close(
+        raw.weights, torch.tensor([[0.4, 0.3]], dtype=torch.float64)
+    )
 
 
 @both
@@ -33,20 +37,36 @@ def test_hand_worked_row_is_routed_and_weighted(impl):
         ([[0] * 5] * 3, [[0, 1]] * 3),
         ([[1, 2, 2, 0]], [[1, 2, 0]]),
         # Experts of minus infinity are chosen once each where nothing else is left.
-        ([[NONE, 2, NONE, 1], [NONE, NONE, NONE, 0], [NONE] * 4],
-         [[1, 3, 0], [3, 0, 1], [0, 1, 2]]),
+        (
+            [[NONE, 2, NONE, 1], [NONE, NONE, NONE, 0], [NONE] * 4],
+            [[1, 3, 0], [3, 0, 1], [0, 1, 2]],
+        ),
     ],
-)  # fmt: skip
+)
 def test_among_equal_logits_the_lower_expert_wins(logits, ids, impl):
-    assert route(torch.tensor(logits).float(), len(ids[0]), impl=impl).ids.tolist() == ids
+    assert (
+        route(torch.tensor(logits).float(), len(ids[0]), impl=impl).ids.tolist() == ids
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [
-    (17, 5, 2), (1, 4, 4), (0, 3, 1), (9, 1, 1), (700, 8, 8), (90, 64, 6), (30, 300, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"),
+    [
+        (17, 5, 2),
+        (1, 4, 4),
+        (0, 3, 1),
+        (9, 1, 1),
+        (700, 8, 8),
+        (90, 64, 6),
+        (30, 300, 3),
+    ],
+)
 def test_fast_path_chooses_what_the_reference_chooses(tokens, experts, top_k, dtype):
-    logits = torch.randn(tokens, experts).round(decimals=1).to(dtype)  # rounding makes ties
+    # Rounding makes ties.
+    logits = torch.randn(tokens, experts).round(decimals=1).to(dtype)
     for number in (torch.inf, -torch.inf, torch.nan, -torch.tensor(torch.nan), -0.0):
         logits[torch.rand(tokens, experts) < 0.03] = number
         logits[torch.rand(tokens, experts) < 0.03] = torch.finfo(dtype).min
@@ -57,7 +77,9 @@ def test_fast_path_chooses_what_the_reference_chooses(tokens, experts, top_k, dt
 def test_order_groups_slots_by_expert_and_keeps_token_order_within():
     routing = route(torch.randn(40, 6), 2)
     flat = routing.ids.flatten().tolist()
-    assert routing.order.tolist() == sorted(range(80), key=lambda slot: (flat[slot], slot))
+    assert routing.order.tolist() == sorted(
+        range(80), key=lambda slot: (flat[slot], slot)
+    )
     assert routing.counts.tolist() == [flat.count(expert) for expert in range(6)]
     assert all(map(torch.equal, grouped(routing.ids, routing.weights, 6), routing))
 
@@ -75,20 +97,32 @@ def test_shapes_are_inferred_on_meta(impl):
 @pytest.mark.parametrize("combine", ["renormalised", "probability"])
 def test_weights_carry_the_softmax_gradient(combine):
     logits = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: route(x, 2, combine=combine).weights, logits)
+    assert torch.autograd.gradcheck(
+        lambda x: route(x, 2, combine=combine).weights, logits
+    )
 
 
 IDS = torch.zeros(4, 1, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(("function", "changes", "message"), [
-    (route, {"top_k": 4}, "E-RANGE"), (route, {"top_k": 0}, "E-RANGE"),
-    (route, {"top_k": 2.0}, "E-TYPE"), (route, {"combine": "sum"}, "E-CHOICE"),
-    (balance_loss, {"form": "dead"}, "E-CHOICE"),
-    (balance_loss, {"mask": torch.ones(3)}, "E-SHAPE"),
-    (balance_loss, {"logits": torch.zeros(4, 0)}, r"E-SHAPE: .*: expected logits \[T, E\]"),
-    (balance_loss, {"ids": IDS[:, :0]}, "E-SHAPE"), (balance_loss, {"ids": IDS[:2]}, "E-SHAPE"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "changes", "message"),
+    [
+        (route, {"top_k": 4}, "E-RANGE"),
+        (route, {"top_k": 0}, "E-RANGE"),
+        (route, {"top_k": 2.0}, "E-TYPE"),
+        (route, {"combine": "sum"}, "E-CHOICE"),
+        (balance_loss, {"form": "dead"}, "E-CHOICE"),
+        (balance_loss, {"mask": torch.ones(3)}, "E-SHAPE"),
+        (
+            balance_loss,
+            {"logits": torch.zeros(4, 0)},
+            r"E-SHAPE: .*: expected logits \[T, E\]",
+        ),
+        (balance_loss, {"ids": IDS[:, :0]}, "E-SHAPE"),
+        (balance_loss, {"ids": IDS[:2]}, "E-SHAPE"),
+    ],
+)
 def test_unusable_arguments_are_refused(function, changes, message):
     right = {"top_k": 1} if function is route else {"ids": IDS}
     refused(message, function, **{"logits": torch.zeros(4, 3), **right, **changes})
@@ -114,10 +148,17 @@ def test_segments_that_are_compiled_have_few_sizes_and_little_filling(monkeypatc
 
 
 @both
-@pytest.mark.parametrize(("experts", "chosen", "want"), [
-    (4, [[0], [1], [2], [3]], 1), (4, [[2]] * 4, 4), (8, [[0, 1]] * 6, 4),
-])  # fmt: skip
-def test_value_is_1_for_uniform_and_E_over_K_for_collapsed_routing(experts, chosen, want, impl):
+@pytest.mark.parametrize(
+    ("experts", "chosen", "want"),
+    [
+        (4, [[0], [1], [2], [3]], 1),
+        (4, [[2]] * 4, 4),
+        (8, [[0, 1]] * 6, 4),
+    ],
+)
+def test_value_is_1_for_uniform_and_E_over_K_for_collapsed_routing(
+    experts, chosen, want, impl
+):
     ids = torch.tensor(chosen)
     logits = torch.zeros(len(ids), experts, dtype=torch.float64).scatter(1, ids, 60.0)
     value = balance_loss(logits, route(logits, ids.shape[1]).ids, impl=impl)
@@ -126,7 +167,9 @@ def test_value_is_1_for_uniform_and_E_over_K_for_collapsed_routing(experts, chos
 
 @both
 def test_three_tokens_worked_by_hand(impl):
-    logits = torch.log(torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.4, 0.1], [0.1, 0.3, 0.6]]).double())
+    logits = torch.log(
+        torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.4, 0.1], [0.1, 0.3, 0.6]]).double()
+    )
     ids = route(logits, 1).ids
     # top-1: experts 0, 0, 2, so f = (2/3, 0, 1/3); p = (1.3, 0.9, 0.8) / 3
     want = 3 * (2 / 3 * 1.3 / 3 + 1 / 3 * 0.8 / 3)
@@ -138,7 +181,9 @@ def test_three_tokens_worked_by_hand(impl):
 
 @both
 def test_the_kept_form_averages_the_gates_by_expert(impl):
-    logits = torch.log(torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.4, 0.1], [0.1, 0.3, 0.6]]).double())
+    logits = torch.log(
+        torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.4, 0.1], [0.1, 0.3, 0.6]]).double()
+    )
     ids = route(logits, 2).ids
     # f = (2, 3, 1) / 6; the gates of 7 : 2, 5 : 4 and 6 : 3 give p = (4/3, 1, 2/3) / 3
     want = 3 * (2 * 4 / 3 + 3 * 1 + 1 * 2 / 3) / 18
@@ -179,7 +224,10 @@ def test_the_released_form_is_the_constant_E_over_K_without_a_gradient(spread):
 def test_in_sixteen_bits_more_slots_count_than_the_largest_number(impl, dtype):
     logits = torch.randn(70_000, 4).to(dtype).requires_grad_()
     ids = route(logits, 2).ids.int()
-    value, want = balance_loss(logits, ids, impl=impl), balance_loss(logits.double(), ids)
+    value, want = (
+        balance_loss(logits, ids, impl=impl),
+        balance_loss(logits.double(), ids),
+    )
     assert value.dtype == dtype and value.item() == pytest.approx(want.item(), rel=0.01)
     grads = [torch.autograd.grad(each * 1024, logits)[0] for each in (value, want)]
     torch.testing.assert_close(*grads, rtol=0.02, atol=1e-4)

@@ -20,11 +20,15 @@ impls = pytest.mark.parametrize("impl", ["torch", "reference"])
 def literal(similarity, worth, size, inverse=False):
     """(total, members, rank) of all groups, best first; reads above the diagonal alone."""
     listed = list(combinations(range(len(worth)), size))
-    sums = [sum(Fraction(similarity[i][j]) for i, j in combinations(g, 2)) for g in listed]
+    sums = [
+        sum(Fraction(similarity[i][j]) for i, j in combinations(g, 2)) for g in listed
+    ]
     keys = [(s < 0, s) for s in sums] if inverse else sums
     ordered = sorted(keys)
     ranks = [ordered.index(key) + 1 for key in keys]
-    totals = [rank + sum(worth[m] for m in g) for rank, g in zip(ranks, listed, strict=True)]
+    totals = [
+        rank + sum(worth[m] for m in g) for rank, g in zip(ranks, listed, strict=True)
+    ]
     return sorted(zip(totals, listed, ranks, strict=True))
 
 
@@ -34,7 +38,11 @@ def problems(draw):
     cosine = st.sampled_from([-0.5, 0.0, 0.25, 0.3, 0.9]) | st.floats(-1, 1, width=16)
     row = st.lists(cosine, min_size=count, max_size=count)
     similarity = draw(st.lists(row, min_size=count, max_size=count))
-    worth = draw(st.lists(st.integers(0, draw(st.integers(0, 9))), min_size=count, max_size=count))
+    worth = draw(
+        st.lists(
+            st.integers(0, draw(st.integers(0, 9))), min_size=count, max_size=count
+        )
+    )
     return similarity, worth, draw(st.integers(1, count)), draw(st.integers(1, 6))
 
 
@@ -57,7 +65,8 @@ def test_equal_groups_go_by_their_members_and_the_largest_search_is_whole():
     assert found.rank.tolist() == [1, 1]
     assert found.total.tolist() == [7, 7]
     places = torch.arange(20.0).double()
-    similarity = -(places[:, None] - places).abs() / 19  # the farther apart, the more diverse
+    # The farther apart, the more diverse.
+    similarity = -(places[:, None] - places).abs() / 19
     found = groups(similarity, torch.zeros(20), 8, best=3)
     assert found.members[0].tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
     assert math.comb(20, 8) == 125_970
@@ -65,9 +74,14 @@ def test_equal_groups_go_by_their_members_and_the_largest_search_is_whole():
 
 
 BANKS = [  # N, T, D, V, lengths; one without an answer, one without an adapter, two of more blocks
-    (3, 7, 8, 11, (2, 1, 3)), (1, 4, 5, 1, (2,)), (2, 5, 3, 300, (4, 0, 2)), (2, 3, 4, 9, ()),
-    (0, 3, 4, 9, (1, 2)), (5, 30, 40, 70, (20, 1)), (5, 30, 200, 700, (20, 1)),
-]  # fmt: skip
+    (3, 7, 8, 11, (2, 1, 3)),
+    (1, 4, 5, 1, (2,)),
+    (2, 5, 3, 300, (4, 0, 2)),
+    (2, 3, 4, 9, ()),
+    (0, 3, 4, 9, (1, 2)),
+    (5, 30, 40, 70, (20, 1)),
+    (5, 30, 200, 700, (20, 1)),
+]
 
 
 def asked(shape):
@@ -105,14 +119,18 @@ def test_answers_have_the_nats_that_a_loop_finds(shape, impl):
 
 def test_a_token_among_equal_logits_costs_their_logarithm_and_an_adapter_may_diverge():
     for V in (2, LOGITS["cpu"] + 1):  # the latter is above a block
-        answers = Answers(torch.tensor([0, 1]), torch.tensor([V - 1, 0]), torch.tensor([1, 1]))
+        answers = Answers(
+            torch.tensor([0, 1]), torch.tensor([V - 1, 0]), torch.tensor([1, 1])
+        )
         nats = bank_scoring(torch.ones(1, 2, 1), torch.ones(V, 1), answers)
         torch.testing.assert_close(nats, torch.full((1, 2), float(V)).log().double())
     hidden, head, answers = asked(BANKS[0])
     hidden[1] = torch.nan
     nats = bank_scoring(hidden, head, answers)
     assert nats[1].isnan().all()
-    torch.testing.assert_close(nats[[0, 2]], nats_by_loops(hidden, head, answers)[[0, 2]])
+    torch.testing.assert_close(
+        nats[[0, 2]], nats_by_loops(hidden, head, answers)[[0, 2]]
+    )
 
 
 def scored(hidden, head, **answers):
@@ -122,22 +140,69 @@ def scored(hidden, head, **answers):
 FORTY = {"similarity": torch.zeros(40, 40), "worth": torch.zeros(40)}
 
 
-@pytest.mark.parametrize(("op", "change", "message"), [
-    (groups, {"similarity": torch.zeros(3, 4)}, r"E-SHAPE: groups: .* got \(3, 4\), \(4,\)"),
-    (groups, {"size": 5}, "E-RANGE: groups: size is 5, expected 1 to 4"),
-    (groups, {"best": 0}, "E-RANGE: groups: best is 0"),
-    (groups, {"best": 2.5}, "E-TYPE: groups: best is 2.5, expected a whole number"),
-    (groups, {"diversity": "inverted"}, "E-CHOICE: groups: unknown diversity 'inverted'"),
-    (groups, {"similarity": torch.full((4, 4), torch.nan)}, "E-NONFINITE: groups: similarity"),
-    (groups, {"worth": torch.full((4,), torch.inf)}, "E-NONFINITE: groups: worth holds"),
-    (groups, {"worth": torch.tensor([1e308] * 4, dtype=torch.float64)}, "E-NONFINITE: .* adds"),
-    (groups, FORTY | {"size": 20}, "E-RANGE: .* 40 candidates have 137,846,528,820 groups"),
-    (scored, {"head": torch.zeros(11, 9)}, "E-SHAPE: bank_scoring: expected hidden"),
-    (scored, {"targets": torch.zeros(5).long()}, "E-SHAPE: bank_scoring: expected hidden"),
-    (scored, {"lengths": torch.tensor([2, 1])}, "E-SHAPE: bank_scoring: lengths sum to 3"),
-    (scored, {"readers": torch.tensor([0, 1, 2, 3, 4, 7])}, "E-RANGE: .* readers .* 0 to 6"),
-    (scored, {"targets": torch.tensor([0, -1, 2, 3, 4, 7])}, "E-RANGE: .* targets .* 0 to 10"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "change", "message"),
+    [
+        (
+            groups,
+            {"similarity": torch.zeros(3, 4)},
+            r"E-SHAPE: groups: .* got \(3, 4\), \(4,\)",
+        ),
+        (groups, {"size": 5}, "E-RANGE: groups: size is 5, expected 1 to 4"),
+        (groups, {"best": 0}, "E-RANGE: groups: best is 0"),
+        (groups, {"best": 2.5}, "E-TYPE: groups: best is 2.5, expected a whole number"),
+        (
+            groups,
+            {"diversity": "inverted"},
+            "E-CHOICE: groups: unknown diversity 'inverted'",
+        ),
+        (
+            groups,
+            {"similarity": torch.full((4, 4), torch.nan)},
+            "E-NONFINITE: groups: similarity",
+        ),
+        (
+            groups,
+            {"worth": torch.full((4,), torch.inf)},
+            "E-NONFINITE: groups: worth holds",
+        ),
+        (
+            groups,
+            {"worth": torch.tensor([1e308] * 4, dtype=torch.float64)},
+            "E-NONFINITE: .* adds",
+        ),
+        (
+            groups,
+            FORTY | {"size": 20},
+            "E-RANGE: .* 40 candidates have 137,846,528,820 groups",
+        ),
+        (
+            scored,
+            {"head": torch.zeros(11, 9)},
+            "E-SHAPE: bank_scoring: expected hidden",
+        ),
+        (
+            scored,
+            {"targets": torch.zeros(5).long()},
+            "E-SHAPE: bank_scoring: expected hidden",
+        ),
+        (
+            scored,
+            {"lengths": torch.tensor([2, 1])},
+            "E-SHAPE: bank_scoring: lengths sum to 3",
+        ),
+        (
+            scored,
+            {"readers": torch.tensor([0, 1, 2, 3, 4, 7])},
+            "E-RANGE: .* readers .* 0 to 6",
+        ),
+        (
+            scored,
+            {"targets": torch.tensor([0, -1, 2, 3, 4, 7])},
+            "E-RANGE: .* targets .* 0 to 10",
+        ),
+    ],
+)
 def test_arguments_that_do_not_fit_are_refused(op, change, message):
     hidden, head, answers = asked(BANKS[0])
     usual = {

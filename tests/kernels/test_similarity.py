@@ -12,13 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
-from moebook.kernels.similarity import COSINES, SIEVED, duplicates, largest, nearest_rows
+from moebook.kernels.similarity import (
+    COSINES,
+    SIEVED,
+    duplicates,
+    largest,
+    nearest_rows,
+)
 from tests.refusals import refused
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
-triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed"
+)
 impls = pytest.mark.parametrize("impl", ["torch", "reference"])
 rules = pytest.mark.parametrize("rule", ["standing", "any"])
 KERNEL = "moebook.kernels._triton.duplicates"
@@ -32,17 +40,30 @@ def drawn(rows, width, seed=0, dtype=torch.float32):
 def best_by_loops(pool, shots, count):
     """(row, cosine) of the best rows: a loop over rows and shots; 0 where a row is zero."""
     units, rows = [shot / shot.norm() for shot in shots.double()], pool.double()
-    cosines = [max(float(row @ u) for u in units) / (row.norm().item() or 1) for row in rows]
+    cosines = [
+        max(float(row @ u) for u in units) / (row.norm().item() or 1) for row in rows
+    ]
     order = sorted(range(len(cosines)), key=lambda row: -cosines[row])[:count]  # stable
     return order, [cosines[row] for row in order]
 
 
 @impls
-@pytest.mark.parametrize(("rows", "shots", "width", "count"), [
-    (200, 9, 12, 7), (50, 3, 5, 50), (1, 1, 1, 1), (30, 1, 8, 99), (40, 60, 3, 1), (0, 2, 4, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "shots", "width", "count"),
+    [
+        (200, 9, 12, 7),
+        (50, 3, 5, 50),
+        (1, 1, 1, 1),
+        (30, 1, 8, 99),
+        (40, 60, 3, 1),
+        (0, 2, 4, 3),
+    ],
+)
 def test_the_rows_are_those_of_the_loop(rows, shots, width, count, impl):
-    pool, asked = drawn(rows, width, dtype=torch.float64), drawn(shots, width, 1, torch.float64)
+    pool, asked = (
+        drawn(rows, width, dtype=torch.float64),
+        drawn(shots, width, 1, torch.float64),
+    )
     pool[rows // 2 : rows // 2 + 1] = 0
     wanted, cosines = best_by_loops(pool, asked, count)
     found = nearest_rows(pool.requires_grad_(), asked, count, impl=impl)
@@ -54,7 +75,9 @@ def test_the_rows_are_those_of_the_loop(rows, shots, width, count, impl):
 
 def test_sieved_blocks_lose_no_row_and_are_as_near_to_float64_as_the_reference():
     pool, asked = drawn(9000, 96), drawn(SIEVED, 96, 1)
-    found, plain = (nearest_rows(pool, asked, 9000, impl=i).key for i in ("torch", "reference"))
+    found, plain = (
+        nearest_rows(pool, asked, 9000, impl=i).key for i in ("torch", "reference")
+    )
     exact = nearest_rows(pool.double(), asked.double(), 9000, impl="reference").key
     assert (found - exact).norm() <= 2 * (plain - exact).norm()
     pool, shots = drawn(30_000, 16), drawn(SIEVED, 16, 1)
@@ -63,7 +86,9 @@ def test_sieved_blocks_lose_no_row_and_are_as_near_to_float64_as_the_reference()
     found = nearest_rows(pool, shots, 500)
     least = exact.topk(500).values[-1]
     assert (exact[found.index] >= least - 1e-6).all()
-    assert set((exact > least + 1e-6).nonzero().squeeze(1).tolist()) <= set(found.index.tolist())
+    assert set((exact > least + 1e-6).nonzero().squeeze(1).tolist()) <= set(
+        found.index.tolist()
+    )
     assert torch.equal(found.index, nearest_rows(pool, shots, 500).index)
 
 
@@ -79,21 +104,35 @@ def test_of_equal_rows_the_earlier_are_taken_16_bits_may_be_long_and_nan_is_name
     pool = drawn(9000, 4)
     for bad in (torch.nan, torch.inf):
         pool[8500, 1] = bad
-        refused("E-NONFINITE: row 8500 of the pool", nearest_rows, pool, drawn(9, 4), 3, impl=impl)
+        refused(
+            "E-NONFINITE: row 8500 of the pool",
+            nearest_rows,
+            pool,
+            drawn(9, 4),
+            3,
+            impl=impl,
+        )
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
-def test_a_stream_equals_a_full_sort_with_ties_to_the_earlier_row_and_none_of_minus_infinity(size):
+def test_a_stream_equals_a_full_sort_with_ties_to_the_earlier_row_and_none_of_minus_infinity(
+    size,
+):
     key = (pool := drawn(300, 2))[:, 0].round(decimals=1)
     rounded = lambda rows, _: (torch.arange(len(rows)), rows[:, 0].round(decimals=1))  # noqa: E731
     found = largest(pool.split(size), rounded, 25)
-    assert found.index.tolist() == sorted(range(300), key=lambda row: (-key[row], row))[:25]
+    assert (
+        found.index.tolist()
+        == sorted(range(300), key=lambda row: (-key[row], row))[:25]
+    )
     assert found.seen == 300 and torch.equal(found.vectors, pool[found.index])
     never = torch.arange(3), torch.full((3,), -torch.inf)
     assert largest([pool], lambda *_: never, 2).vectors.shape == (0, 2)
 
 
-def test_a_stream_takes_the_memory_of_its_best_rows_and_a_block_and_no_square_is_held(sizes):
+def test_a_stream_takes_the_memory_of_its_best_rows_and_a_block_and_no_square_is_held(
+    sizes,
+):
     shots, block = drawn(9, 8), drawn(5000, 8)
     with sizes:
         found = nearest_rows((block + number for number in range(20)), shots, 100)
@@ -109,7 +148,11 @@ def literal(near, key, rule):
     left = set(range(len(key)))
     for i in range(len(key)):
         for j in range(len(key)):
-            if i != j and near[i][j] and ({i, j} <= left if rule == "standing" else i < j):
+            if (
+                i != j
+                and near[i][j]
+                and ({i, j} <= left if rule == "standing" else i < j)
+            ):
                 left.discard(j if key[i] > key[j] else i)
     return sorted(left)
 
@@ -122,7 +165,9 @@ def near_by_fractions(vectors, threshold):
         product = sum(a * b for a, b in zip(x, y, strict=True))
         bound = Fraction(threshold) ** 2 * sum(a * a for a in x) * sum(b * b for b in y)
         above = product**2 > bound
-        return (above and product > 0) if threshold >= 0 else (product >= 0 or not above)
+        return (
+            (above and product > 0) if threshold >= 0 else (product >= 0 or not above)
+        )
 
     return [[near(x, y) for y in rows] for x in rows]
 
@@ -132,13 +177,21 @@ def problems(draw):
     count, width = draw(st.integers(0, 9)), draw(st.integers(1, 3))
     row = st.lists(st.integers(-2, 2), min_size=width, max_size=width)
     vectors = draw(st.lists(row, min_size=count, max_size=count))
-    key = draw(st.lists(st.integers(0, draw(st.integers(0, 9))), min_size=count, max_size=count))
+    key = draw(
+        st.lists(
+            st.integers(0, draw(st.integers(0, 9))), min_size=count, max_size=count
+        )
+    )
     # No cosine of such vectors is within 1e-4 of these.
     return vectors, width, key, draw(st.sampled_from([-0.123, 0.151, 0.55, 0.913]))
 
 
 @settings(max_examples=200, deadline=None)
-@given(problems(), st.sampled_from(["standing", "any"]), st.sampled_from(["torch", "reference"]))
+@given(
+    problems(),
+    st.sampled_from(["standing", "any"]),
+    st.sampled_from(["torch", "reference"]),
+)
 def test_the_rows_that_stay_are_those_of_the_literal_loops(problem, rule, impl):
     vectors, width, key, threshold = problem
     rows = torch.tensor(vectors, dtype=torch.float64).reshape(len(key), width)
@@ -148,48 +201,115 @@ def test_the_rows_that_stay_are_those_of_the_literal_loops(problem, rule, impl):
 
 @rules
 @pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("problem", [
-    (1500, 4, torch.float64, 0.3), (1500, 4, torch.float64, 0.8), (700, 64, torch.float32, 0.8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "problem",
+    [
+        (1500, 4, torch.float64, 0.3),
+        (1500, 4, torch.float64, 0.8),
+        (700, 64, torch.float32, 0.8),
+    ],
+)
 def test_many_blocks_keep_what_the_literal_loops_keep(problem, ordered, rule):
     count, width, dtype, threshold = problem
-    rows = (drawn(50, width).repeat(count // 50, 1) + 0.5 * drawn(count, width, 1)).to(dtype)
-    key = drawn(count, 1)[:, 0].sort(descending=True).values if ordered else drawn(count, 1)[:, 0]
+    rows = (drawn(50, width).repeat(count // 50, 1) + 0.5 * drawn(count, width, 1)).to(
+        dtype
+    )
+    key = (
+        drawn(count, 1)[:, 0].sort(descending=True).values
+        if ordered
+        else drawn(count, 1)[:, 0]
+    )
     cosines = normalize(rows.double()) @ normalize(rows.double()).T
-    assert not ((cosines - threshold).abs() < 1e-7).any()  # too close to call in float32
+    assert not (
+        (cosines - threshold).abs() < 1e-7
+    ).any()  # too close to call in float32
     wanted = literal((cosines > threshold).tolist(), key.tolist(), rule)
-    assert duplicates(rows, key, threshold, rule=rule).tolist() == wanted and len(wanted) < 600
+    assert (
+        duplicates(rows, key, threshold, rule=rule).tolist() == wanted
+        and len(wanted) < 600
+    )
 
 
 @impls
 def test_on_a_chain_the_two_rules_differ_and_of_equal_keys_the_earlier_goes(impl):
-    angles = torch.deg2rad(torch.tensor([0.0, 20, 40]))  # each is near to the next alone
-    chain, key = torch.stack([angles.cos(), angles.sin()], 1), torch.tensor([0.9, 0.8, 0.7])
+    # Each is near to the next alone.
+    angles = torch.deg2rad(torch.tensor([0.0, 20, 40]))
+    chain, key = (
+        torch.stack([angles.cos(), angles.sin()], 1),
+        torch.tensor([0.9, 0.8, 0.7]),
+    )
     chain.requires_grad_()
     assert duplicates(chain, key, 0.9, impl=impl).tolist() == [0, 2]
     assert duplicates(chain, key, 0.9, rule="any", impl=impl).tolist() == [0]
     assert duplicates(torch.ones(2, 3), torch.ones(2), 0.9, impl=impl).tolist() == [1]
 
 
-@pytest.mark.parametrize(("op", "change", "message"), [
-    (nearest_rows, {"shots": torch.zeros(0, 4)}, r"E-SHAPE: nearest_rows: .* got \(0, 4\)"),
-    (nearest_rows, {"shots": torch.full((2, 4), 1e20)}, "E-NONFINITE: .* shots .* too large"),
-    (nearest_rows, {"pool": torch.full((9, 4), 1e20)}, "E-NONFINITE: row 0 of the pool"),
-    (nearest_rows, {"pool": [torch.tensor(1.0)]}, r"E-SHAPE: .* got \(2, 4\), \(\)"),
-    (nearest_rows, {"pool": np.ones((9, 4))}, "E-TYPE: .*: the pool holds a ndarray"),
-    (nearest_rows, {"pool": []}, "E-DATA: the pool is empty"),
-    (nearest_rows, {"count": 0}, "E-RANGE: .* count is 0, expected at least 1"),
-    (nearest_rows, {"count": 2.0}, "E-TYPE: .* count is 2.0, expected a whole number"),
-    (duplicates, {"threshold": 1.5}, "E-RANGE: .*: threshold is 1.5, expected -1 to 1"),
-    (duplicates, {"threshold": float("nan")}, "E-RANGE: duplicates: threshold is nan"),
-    (duplicates, {"rule": "all"}, "E-CHOICE: duplicates: unknown rule 'all'"),
-    (duplicates, {"vectors": torch.full((4, 2), 1e20)}, "E-NONFINITE: .* vectors .* too large"),
-    (duplicates, {"key": torch.full((4,), torch.inf)}, "E-NONFINITE: duplicates: key"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "change", "message"),
+    [
+        (
+            nearest_rows,
+            {"shots": torch.zeros(0, 4)},
+            r"E-SHAPE: nearest_rows: .* got \(0, 4\)",
+        ),
+        (
+            nearest_rows,
+            {"shots": torch.full((2, 4), 1e20)},
+            "E-NONFINITE: .* shots .* too large",
+        ),
+        (
+            nearest_rows,
+            {"pool": torch.full((9, 4), 1e20)},
+            "E-NONFINITE: row 0 of the pool",
+        ),
+        (
+            nearest_rows,
+            {"pool": [torch.tensor(1.0)]},
+            r"E-SHAPE: .* got \(2, 4\), \(\)",
+        ),
+        (
+            nearest_rows,
+            {"pool": np.ones((9, 4))},
+            "E-TYPE: .*: the pool holds a ndarray",
+        ),
+        (nearest_rows, {"pool": []}, "E-DATA: the pool is empty"),
+        (nearest_rows, {"count": 0}, "E-RANGE: .* count is 0, expected at least 1"),
+        (
+            nearest_rows,
+            {"count": 2.0},
+            "E-TYPE: .* count is 2.0, expected a whole number",
+        ),
+        (
+            duplicates,
+            {"threshold": 1.5},
+            "E-RANGE: .*: threshold is 1.5, expected -1 to 1",
+        ),
+        (
+            duplicates,
+            {"threshold": float("nan")},
+            "E-RANGE: duplicates: threshold is nan",
+        ),
+        (duplicates, {"rule": "all"}, "E-CHOICE: duplicates: unknown rule 'all'"),
+        (
+            duplicates,
+            {"vectors": torch.full((4, 2), 1e20)},
+            "E-NONFINITE: .* vectors .* too large",
+        ),
+        (
+            duplicates,
+            {"key": torch.full((4,), torch.inf)},
+            "E-NONFINITE: duplicates: key",
+        ),
+    ],
+)
 def test_what_they_cannot_use_is_refused(op, change, message):
     usual = {
         nearest_rows: {"pool": torch.ones(9, 4), "shots": torch.ones(2, 4), "count": 3},
-        duplicates: {"vectors": torch.ones(4, 2), "key": torch.ones(4), "threshold": 0.9},
+        duplicates: {
+            "vectors": torch.ones(4, 2),
+            "key": torch.ones(4),
+            "threshold": 0.9,
+        },
     }
     refused(message, op, **usual[op] | change)
 
@@ -204,19 +324,26 @@ def test_many_rows_of_each_cluster_but_one_go_on_a_gpu(rule, dtype, monkeypatch)
     rows = torch.randn(5000, 384).repeat(4, 1) + 0.1 * torch.randn(20_000, 384)
     key = torch.rand(20_000)  # cosines are above 0.9 in a cluster, below 0.5 elsewhere
     wanted = key.view(4, 5000).argmax(0) * 5000 + torch.arange(5000)
-    found = duplicates(rows.to("cuda", dtype), key.cuda(), 0.7, rule=rule, impl="triton")
+    found = duplicates(
+        rows.to("cuda", dtype), key.cuda(), 0.7, rule=rule, impl="triton"
+    )
     assert torch.equal(found.cpu(), wanted.sort().values)
 
 
 @triton
-def test_triton_holds_a_bit_for_each_pair_of_a_block_and_takes_many_rows(monkeypatch, sizes):
+def test_triton_holds_a_bit_for_each_pair_of_a_block_and_takes_many_rows(
+    monkeypatch, sizes
+):
     monkeypatch.setattr(f"{KERNEL}.MARKS", 300 * 600)
     rows, key = drawn(600, 3).to(DEVICE), torch.rand(600, device=DEVICE)
     with sizes:
         found = duplicates(rows, key, 0.9999, impl="triton")
     assert sizes.largest <= 300 * 640 / 8  # bytes; rows end in a tile
     assert torch.equal(found, duplicates(rows, key, 0.9999, impl="torch"))
-    kernel, grids = importlib.import_module(KERNEL), []  # more tiles than a grid's second side
+    kernel, grids = (
+        importlib.import_module(KERNEL),
+        [],
+    )  # more tiles than a grid's second side
 
     class Recorded:
         def __getitem__(self, grid):

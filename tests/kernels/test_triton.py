@@ -31,7 +31,9 @@ def test_weights_may_begin_anywhere_in_a_buffer():
     weight = of["gate_up"]
     moved = torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view_as(weight)
     assert moved.data_ptr() % 16
-    assert torch.equal(*(call("experts", of | {"gate_up": w}, "triton") for w in (weight, moved)))
+    assert torch.equal(
+        *(call("experts", of | {"gate_up": w}, "triton") for w in (weight, moved))
+    )
 
 
 @pytest.mark.parametrize("kilobytes", [227, 163, 99, 64])
@@ -43,10 +45,15 @@ def test_large_tiles_are_for_gpus_that_have_the_shared_memory(kilobytes, monkeyp
     assert grouped.roomy(torch.device("cuda", 0)) == (kilobytes > 99)
 
 
-@pytest.mark.parametrize(("name", "value", "wanted"), [
-    ("fp32_precision", "tf32", "tf32"), ("fp32_precision", "ieee", "ieee"),
-    ("allow_tf32", True, "tf32"), ("allow_tf32", False, "ieee"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("fp32_precision", "tf32", "tf32"),
+        ("fp32_precision", "ieee", "ieee"),
+        ("allow_tf32", True, "tf32"),
+        ("allow_tf32", False, "ieee"),
+    ],
+)
 def test_float32_is_multiplied_as_pytorch_is_told_by_either_name(name, value, wanted):
     from moebook.kernels._triton import grouped
 
@@ -60,13 +67,18 @@ def test_a_trained_expert_that_no_slot_names_has_a_gradient_of_zero():
     of = {name: t.requires_grad_() for name, t in given("split_experts").items()}
     slots = torch.tensor([-1, 0, -1, -1], device=DEVICE)
     y = call("split_experts", of | {"slots": slots}, "triton")
-    for grad in torch.autograd.grad(y.sum(), [of["trained_gate_up"], of["trained_down"]]):
+    for grad in torch.autograd.grad(
+        y.sum(), [of["trained_gate_up"], of["trained_down"]]
+    ):
         assert grad[0].abs().sum() > 0 and grad[1].abs().sum() == 0
 
 
 def test_weight_gradients_of_frozen_adapters_are_not_computed(monkeypatch):
     def grads(*trained):
-        of = {name: t.requires_grad_(name in trained) for name, t in given("adapters").items()}
+        of = {
+            name: t.requires_grad_(name in trained)
+            for name, t in given("adapters").items()
+        }
         of["source"] = None
         y = call("adapters", of, "triton")
         return torch.autograd.grad(y.cos().sum(), [of[name] for name in trained])
@@ -87,13 +99,19 @@ def test_a_base_that_the_interpreter_would_round_wrongly_is_refused(dtype):
         call("lora_mixture", of | {"base": of["base"].to(dtype)}, "triton")
 
 
-@pytest.mark.parametrize(("op", "name", "number"), [
-    ("lora_mixture", "scale", np.float32(0.5)), ("duplicates", "threshold", np.float32(0.5)),
-    ("duplicates", "threshold", torch.tensor(0.5)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "name", "number"),
+    [
+        ("lora_mixture", "scale", np.float32(0.5)),
+        ("duplicates", "threshold", np.float32(0.5)),
+        ("duplicates", "threshold", torch.tensor(0.5)),
+    ],
+)
 def test_numbers_of_numpy_and_pytorch_are_numbers_to_a_kernel(op, name, number):
     of = given(op) | {"key": torch.ones(6, device=DEVICE)}
-    assert torch.equal(*(call(op, of, "triton", **{name: value}) for value in (0.5, number)))
+    assert torch.equal(
+        *(call(op, of, "triton", **{name: value}) for value in (0.5, number))
+    )
 
 
 def test_a_mixture_of_float32_loras_beside_a_half_precision_layer_keeps_both_dtypes():
@@ -108,13 +126,24 @@ def test_a_mixture_of_float32_loras_beside_a_half_precision_layer_keeps_both_dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_route_in_triton_chooses_what_the_reference_chooses_of_equal_and_odd_logits(dtype):
+def test_route_in_triton_chooses_what_the_reference_chooses_of_equal_and_odd_logits(
+    dtype,
+):
     torch.manual_seed(0)
     logits = torch.randn(90, 12).round(decimals=1).to(dtype)
-    odd = torch.inf, -torch.inf, torch.nan, -torch.tensor(torch.nan), -0.0, torch.finfo(dtype).min
+    odd = (
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+        -torch.tensor(torch.nan),
+        -0.0,
+        torch.finfo(dtype).min,
+    )
     for number in odd:
         logits[torch.rand(logits.shape) < 0.1] = number
     logits[0] = -torch.inf
-    ours, wanted = (route(logits.to(DEVICE), 6, impl=impl) for impl in ("triton", "reference"))
+    ours, wanted = (
+        route(logits.to(DEVICE), 6, impl=impl) for impl in ("triton", "reference")
+    )
     for part in (0, 2, 3):  # all but the weights, which may be NaN
         assert torch.equal(ours[part], wanted[part])

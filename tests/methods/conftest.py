@@ -18,10 +18,18 @@ def build(family="Llama", dtype=torch.float32, **changes):
     """A random host of width 32 and 2 layers, in evaluation mode."""
     torch.manual_seed(0)
     size = {
-        "vocab_size": 48, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 2,
-        "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.3,
-    }  # fmt: skip
+        "vocab_size": 48,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pad_token_id": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "initializer_range": 0.3,
+    }
     kind = getattr(tr, f"{family}TextConfig", None) or getattr(tr, f"{family}Config")
     config = kind(**{**size, **changes})
     return getattr(tr, f"{family}ForCausalLM")(config).to(dtype).eval()
@@ -30,12 +38,25 @@ def build(family="Llama", dtype=torch.float32, **changes):
 # What a family needs to be a mixture of width 32, beside what `build` gives every host.
 _QWEN = {"moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2}
 _DEEPSEEK = {
-    "moe_intermediate_size": 16, "n_routed_experts": 8, "n_shared_experts": 1, "kv_lora_rank": 8,
-    "num_experts_per_tok": 3, "first_k_dense_replace": 1, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "qk_rope_head_dim": 4, "num_key_value_heads": 4, "num_hidden_layers": 3, "head_dim": 4,
-}  # fmt: skip
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "kv_lora_rank": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "head_dim": 4,
+}
 MIXTURES = {
-    "Mixtral": {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Mixtral": {
+        "intermediate_size": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "Olmoe": {"intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2},
     "Qwen2Moe": {**_QWEN, "shared_expert_intermediate_size": 16},
     "Qwen3Moe": {**_QWEN, "norm_topk_prob": True},
@@ -75,7 +96,11 @@ def batch():
     torch.manual_seed(1)
     mask = torch.arange(9) < torch.tensor([[9], [6], [4]])
     ids = torch.randint(3, 48, (3, 9)).where(mask, 2)
-    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.where(mask, -100)}
+    return {
+        "input_ids": ids,
+        "attention_mask": mask.long(),
+        "labels": ids.where(mask, -100),
+    }
 
 
 @pytest.fixture
@@ -83,7 +108,9 @@ def rows():
     """Encoded rows of 5 to 8 tokens to train on, all of them labels."""
     torch.manual_seed(4)
     ids = [torch.randint(3, 48, (5 + i % 4,)).tolist() for i in range(24)]
-    return Dataset.from_dict({"input_ids": ids, "labels": ids, "length": list(map(len, ids))})
+    return Dataset.from_dict(
+        {"input_ids": ids, "labels": ids, "length": list(map(len, ids))}
+    )
 
 
 @pytest.fixture
@@ -129,14 +156,24 @@ def bank(model, make_bank):
 def lora():
     """Make a random LoRA on q and v of a base."""
 
-    def make(model, name, seed, *, rank=4, alpha=8.0, size=0.3, targets=TARGETS, **changes):
+    def make(
+        model, name, seed, *, rank=4, alpha=8.0, size=0.3, targets=TARGETS, **changes
+    ):
         generator = torch.Generator().manual_seed(seed)
         layers = rocket.loras.linears(model, targets)
         draw = lambda *shape: size * torch.randn(*shape, generator=generator)  # noqa: E731
         return rocket.loras.Lora(
-            down={path: draw(rank, layer.in_features) for path, layer in layers.items()},
+            down={
+                path: draw(rank, layer.in_features) for path, layer in layers.items()
+            },
             up={path: draw(layer.out_features, rank) for path, layer in layers.items()},
-            **{"name": name, "rank": rank, "alpha": alpha, "base": fingerprint(model), **changes},
+            **{
+                "name": name,
+                "rank": rank,
+                "alpha": alpha,
+                "base": fingerprint(model),
+                **changes,
+            },
         )
 
     return make

@@ -18,7 +18,9 @@ RECIPE = {"steps": 4, "batch": 6, "lr": 5e-3, "warmup": 0.0}
 
 
 def prepared(sparse=True, **changes):
-    return lambda model: pesc.prepare(model, pesc.Config(**SMALL, **changes), sparse=sparse)
+    return lambda model: pesc.prepare(
+        model, pesc.Config(**SMALL, **changes), sparse=sparse
+    )
 
 
 def specialised(**options):
@@ -36,7 +38,9 @@ DENSE = {
     "LoRA": prepared(sparse=False, host="lora"),
     "pesc, full host": prepared(host="full"),
     "full experts": lambda m: pesc.full_experts(m, pesc.Config(**SMALL, host="frozen")),
-    "upcycled": lambda m: upcycling.upcycle(m, upcycling.Config(top_k=2)).requires_grad_(True),
+    "upcycled": lambda m: upcycling.upcycle(
+        m, upcycling.Config(top_k=2)
+    ).requires_grad_(True),
 }
 SPARSE = {
     "full": esft.full,
@@ -44,27 +48,45 @@ SPARSE = {
     "LoRA on attention": lambda model: esft.lora(model, rank=4, attention=True),
     "ESFT": specialised(),
 }
-RIVALS = {"mixlora": mixlora, "poly": poly, "pi_tuning": pi_tuning, "smear": smear,
-          "phatgoose": phatgoose}  # fmt: skip
+RIVALS = {
+    "mixlora": mixlora,
+    "poly": poly,
+    "pi_tuning": pi_tuning,
+    "smear": smear,
+    "phatgoose": phatgoose,
+}
 
 
 def check(model, before):
     """What trains is float32; what is frozen has the bits and the dtype that it had."""
     trains = {part.dtype for part in model.parameters() if part.requires_grad}
-    assert trains <= {torch.float32}  # none does behind PHATGOOSE, which freezes its gates
+    assert trains <= {
+        torch.float32
+    }  # none does behind PHATGOOSE, which freezes its gates
     kept = {id(part) for part in model.parameters() if not part.requires_grad}
     for part, value in before.values():
-        assert id(part) not in kept or (part.dtype, True) == (value.dtype, torch.equal(part, value))
+        assert id(part) not in kept or (part.dtype, True) == (
+            value.dtype,
+            torch.equal(part, value),
+        )
 
 
 def held(model):
-    return {name: (part, part.detach().clone()) for name, part in model.named_parameters()}
+    return {
+        name: (part, part.detach().clone()) for name, part in model.named_parameters()
+    }
 
 
-@pytest.mark.parametrize(("kind", "name"), [
-    *(("Llama", name) for name in DENSE), *(("Olmoe", name) for name in SPARSE),
-])  # fmt: skip
-def test_an_arm_on_a_bfloat16_host_learns_as_on_its_float32_copy(kind, name, host, mixture, rows):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("Llama", name) for name in DENSE),
+        *(("Olmoe", name) for name in SPARSE),
+    ],
+)
+def test_an_arm_on_a_bfloat16_host_learns_as_on_its_float32_copy(
+    kind, name, host, mixture, rows
+):
     build = host if kind == "Llama" else mixture
     losses = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -79,7 +101,9 @@ def test_an_arm_on_a_bfloat16_host_learns_as_on_its_float32_copy(kind, name, hos
 
 
 @pytest.mark.parametrize("name", ["rocket", *RIVALS])
-def test_a_mixture_of_loras_on_a_bfloat16_host_trains_in_float32(name, host, rows, make_bank):
+def test_a_mixture_of_loras_on_a_bfloat16_host_trains_in_float32(
+    name, host, rows, make_bank
+):
     model = host(dtype=torch.bfloat16)
     before, bank = held(model), make_bank(model, 3)
     if name == "rocket":
@@ -89,12 +113,16 @@ def test_a_mixture_of_loras_on_a_bfloat16_host_trains_in_float32(name, host, row
     else:
         few = rows.select(range(6))
         data = Data(few, chosen=few, sources=dict.fromkeys(bank, few))
-        RIVALS[name].tuned(model, bank, data, RIVALS[name].Config.preset("bank"), **RECIPE)
+        RIVALS[name].tuned(
+            model, bank, data, RIVALS[name].Config.preset("bank"), **RECIPE
+        )
     check(model, before)
 
 
 @pytest.mark.parametrize("option", ["router", "shared_experts", "non_expert_modules"])
-def test_parts_of_a_16_bit_host_beside_the_chosen_experts_are_refused(option, mixture, rows):
+def test_parts_of_a_16_bit_host_beside_the_chosen_experts_are_refused(
+    option, mixture, rows
+):
     model = specialised(**{option: True})(mixture("DeepseekV2", dtype=torch.bfloat16))
     line = "E-DTYPE: .* is to train, .*: load the base in float32"
     refused(line, training.fit, model, rows, **RECIPE)
@@ -102,10 +130,15 @@ def test_parts_of_a_16_bit_host_beside_the_chosen_experts_are_refused(option, mi
     training.fit(specialised(**{option: True})(mixture("DeepseekV2")), rows, **RECIPE)
 
 
-@pytest.mark.parametrize(("method", "kind", "name"), [
-    (pesc, "Llama", "pesc with LoRA"), (pesc, "Llama", "pesc, full host"),
-    (upcycling, "Llama", "upcycled"), (esft, "Olmoe", "ESFT"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "kind", "name"),
+    [
+        (pesc, "Llama", "pesc with LoRA"),
+        (pesc, "Llama", "pesc, full host"),
+        (upcycling, "Llama", "upcycled"),
+        (esft, "Olmoe", "ESFT"),
+    ],
+)
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_checkpoint_keeps_the_dtype_and_comes_back_on_its_host(
     trained, method, kind, name, host, mixture, rows, tmp_path
@@ -135,6 +168,8 @@ def test_lora_merges_into_its_bfloat16_host(host, rows):
     training.fit(model, rows, **RECIPE)
     part = model.model.layers[0].self_attn.q_proj
     down, up = part.lora_A["default"].weight, part.lora_B["default"].weight
-    wanted = (part.base_layer.weight.float() + up @ down * part.scaling["default"]).bfloat16()
+    wanted = (
+        part.base_layer.weight.float() + up @ down * part.scaling["default"]
+    ).bfloat16()
     part.merge()
     assert torch.equal(part.base_layer.weight, wanted)

@@ -47,21 +47,29 @@ def mixed(model, **changes):
     layers = rocket.loras.linears(model, PROJECTIONS)
     bank = []
     for name in "abcd":
-        down = {path: torch.randn(3, layer.in_features) for path, layer in layers.items()}
-        up = {path: torch.randn(layer.out_features, 3) for path, layer in layers.items()}
+        down = {
+            path: torch.randn(3, layer.in_features) for path, layer in layers.items()
+        }
+        up = {
+            path: torch.randn(layer.out_features, 3) for path, layer in layers.items()
+        }
         bank.append(rocket.loras.Lora(name=name, rank=3, alpha=6.0, down=down, up=up))
     mixture.build(model, bank, rocket.Config(**changes))
     return drift(model)
 
 
 def upcycled(model, **changes):
-    return drift(upcycling.upcycle(model, upcycling.Config(experts=3, noise=0.1, **changes)))
+    return drift(
+        upcycling.upcycle(model, upcycling.Config(experts=3, noise=0.1, **changes))
+    )
 
 
 METHODS = {
-    "pesc": (pesc, crafted), "esft": (esft, specialised), "rocket": (rocket, mixed),
+    "pesc": (pesc, crafted),
+    "esft": (esft, specialised),
+    "rocket": (rocket, mixed),
     "upcycling": (upcycling, upcycled),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -83,29 +91,45 @@ def assert_same(one, other, batch):
     assert torch.equal(one(**batch).logits, other.eval()(**batch).logits)
 
 
-@pytest.mark.parametrize(("name", "changes"), [
-    *(("pesc", {"name": n}) for n in ("frozen", "lora", "qlora", "full")),
-    *(("pesc", {"name": n, "sparse": False}) for n in ("lora", "qlora", "full")),
-    *(("esft", options) for options in ({}, OPTIONS)),
-    *(("rocket", {"gate_input": reads}) for reads in ("layer", "expert")),
-    *(("upcycling", c) for c in ({"layers": (1,)}, {"combine": "renormalised", "top_k": 2})),
-])  # fmt: skip
-def test_models_of_every_kind_are_restored(name, changes, host, sparse, batch, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *(("pesc", {"name": n}) for n in ("frozen", "lora", "qlora", "full")),
+        *(("pesc", {"name": n, "sparse": False}) for n in ("lora", "qlora", "full")),
+        *(("esft", options) for options in ({}, OPTIONS)),
+        *(("rocket", {"gate_input": reads}) for reads in ("layer", "expert")),
+        *(
+            ("upcycling", c)
+            for c in ({"layers": (1,)}, {"combine": "renormalised", "top_k": 2})
+        ),
+    ],
+)
+def test_models_of_every_kind_are_restored(
+    name, changes, host, sparse, batch, tmp_path
+):
     module, make = METHODS[name]
     base = sparse if module is esft else host
     model = make(base(), **changes)
     folder = module.save(model, tmp_path / "run")
     again = module.load(base(), folder)
     assert repr(getattr(again, name)) == repr(getattr(model, name))
-    free = [{n for n, p in each.named_parameters() if p.requires_grad} for each in (model, again)]
+    free = [
+        {n for n, p in each.named_parameters() if p.requires_grad}
+        for each in (model, again)
+    ]
     assert free[0] == free[1]
     assert_same(model, again, batch)
 
 
 @pytest.mark.filterwarnings("ignore")  # some families announce what they lack
 @pytest.mark.parametrize("family", ["Llama in bfloat16", *FAMILIES])
-def test_upcycled_models_of_every_family_are_restored_and_train_on(family, host, batch, tmp_path):
-    kind = (family.split()[0], torch.bfloat16 if "bfloat16" in family else torch.float32)
+def test_upcycled_models_of_every_family_are_restored_and_train_on(
+    family, host, batch, tmp_path
+):
+    kind = (
+        family.split()[0],
+        torch.bfloat16 if "bfloat16" in family else torch.float32,
+    )
     model = upcycled(host(*kind))
     again = upcycling.load(host(*kind), upcycling.save(model, tmp_path / "run"))
     assert again.upcycling == model.upcycling
@@ -115,11 +139,15 @@ def test_upcycled_models_of_every_family_are_restored_and_train_on(family, host,
         torch.manual_seed(5)
         loss = each(**batch).loss + upcycling.balance_loss(each)
         loss.backward()
-        losses.append((loss, next(p.grad for p in each.parameters() if p.grad is not None)))
+        losses.append(
+            (loss, next(p.grad for p in each.parameters() if p.grad is not None))
+        )
     assert all(torch.equal(*pair) for pair in zip(*losses, strict=True))
 
 
-def test_tasks_are_swapped_on_one_base_and_published_as_the_authors_do(sparse, batch, tmp_path):
+def test_tasks_are_swapped_on_one_base_and_published_as_the_authors_do(
+    sparse, batch, tmp_path
+):
     settings = {"a": ((5, 2), {}), "b": ((1, 7, 0), OPTIONS), "c": ((2,), {})}
     want = {}
     for seed, (task, (experts, options)) in enumerate(settings.items()):
@@ -131,35 +159,57 @@ def test_tasks_are_swapped_on_one_base_and_published_as_the_authors_do(sparse, b
     model = sparse()
     before = fingerprint(model)
     for task in "abcba":
-        assert torch.equal(esft.load(model, tmp_path / task)(**batch).logits, want[task])
+        assert torch.equal(
+            esft.load(model, tmp_path / task)(**batch).logits, want[task]
+        )
     each(lambda tensor: tensor[None].clone())(tmp_path / "b")
     refused("E-SHAPE", esft.load, model, tmp_path / "b")
-    assert torch.equal(model(**batch).logits, want["a"])  # a refused swap leaves what was there
+    assert torch.equal(
+        model(**batch).logits, want["a"]
+    )  # a refused swap leaves what was there
     assert fingerprint(esft.restore(model)) == before
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_only_what_was_trained_is_saved_and_refusals_leave_nothing(method, tmp_path, monkeypatch):
+def test_only_what_was_trained_is_saved_and_refusals_leave_nothing(
+    method, tmp_path, monkeypatch
+):
     module, base, make = method
     model = make(base())
     folder = module.save(model, tmp_path / "run")
     names = {checkpoint.MANIFEST, checkpoint.DIGEST, TENSORS}
-    assert {path.name for path in tmp_path.rglob("*")} - {"run", "experts.json"} == names
+    assert {path.name for path in tmp_path.rglob("*")} - {
+        "run",
+        "experts.json",
+    } == names
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert len(load_file(folder / TENSORS)) == len(trained)
     content = json.loads((folder / checkpoint.MANIFEST).read_text())
     assert content["base"] == fingerprint(base())
-    for given, name, message in [(model, "run", "E-EXISTS"), (base(), "other", "E-MODEL")]:
+    for given, name, message in [
+        (model, "run", "E-EXISTS"),
+        (base(), "other", "E-MODEL"),
+    ]:
         refused(message, module.save, given, tmp_path / name)
-    with monkeypatch.context() as patch, pytest.raises(Refusal, match=r"E-OS.*disk full"):
-        patch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError("disk full")))
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(Refusal, match=r"E-OS.*disk full"),
+    ):
+        patch.setattr(
+            os, "fsync", lambda handle: (_ for _ in ()).throw(OSError("disk full"))
+        )
         module.save(model, tmp_path / "other")
     with torch.no_grad():
         next(p for p in model.parameters() if p.requires_grad).view(-1)[0] = torch.nan
     refused("E-NONFINITE", module.save, model, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     if module is rocket:
-        refused("E-MODEL: the model holds a mixture already", rocket.load, model, tmp_path / "run")
+        refused(
+            "E-MODEL: the model holds a mixture already",
+            rocket.load,
+            model,
+            tmp_path / "run",
+        )
 
 
 def reseal(folder, **changes):
@@ -193,8 +243,14 @@ def flip(folder, name):
 
 
 ANY = [
-    (lambda f: replace_tensors(f, lambda t: dict([*t.items()][1:])), "E-KEYS: .*1 tensors missing"),
-    (lambda f: replace_tensors(f, lambda t: {**t, "x": torch.ones(1)}), "E-KEYS: .*1 surplus"),
+    (
+        lambda f: replace_tensors(f, lambda t: dict([*t.items()][1:])),
+        "E-KEYS: .*1 tensors missing",
+    ),
+    (
+        lambda f: replace_tensors(f, lambda t: {**t, "x": torch.ones(1)}),
+        "E-KEYS: .*1 surplus",
+    ),
     (each(lambda tensor: tensor[None].clone()), "E-SHAPE"),
     (each(torch.Tensor.long), "E-SHAPE"),
     (each(lambda tensor: tensor * torch.nan), "E-NONFINITE"),
@@ -212,19 +268,26 @@ OWN = {
     ],
     esft: [
         (lambda f: flip(f, "experts.json"), r"E-FORMAT|E-HASH"),
-        *((lambda f, ids=ids: replace_file(f, "experts.json", b'{"experts": %s}' % ids), message)
-          for ids, message in {
-              b'{"1": [5, 2, 3], "2": [5]}': "E-SHAPE",
-              b'{"1": [5, 8], "2": [5]}': "E-RANGE",
-              b'{"1": [5, 2]}': "E-KEYS",
-          }.items()),
+        *(
+            (
+                lambda f, ids=ids: replace_file(
+                    f, "experts.json", b'{"experts": %s}' % ids
+                ),
+                message,
+            )
+            for ids, message in {
+                b'{"1": [5, 2, 3], "2": [5]}': "E-SHAPE",
+                b'{"1": [5, 8], "2": [5]}': "E-RANGE",
+                b'{"1": [5, 2]}': "E-KEYS",
+            }.items()
+        ),
     ],
     rocket: [
         (lambda f: reseal(f, experts="abcd"), "E-TYPE: .*experts is 'abcd'"),
         (lambda f: reseal(f, scales=[2.0]), "E-RANGE: .*4 experts and 1 scales"),
     ],
     upcycling: [],
-}  # fmt: skip
+}
 
 
 def test_what_is_damaged_or_foreign_is_refused_and_the_base_untouched(method, tmp_path):
@@ -257,7 +320,9 @@ def test_a_round_trip_brings_back_the_base_and_the_answers(sparse, batch):
     found = esft.round_trip(model, inputs)
     assert found["base unchanged"] == 1 and found["loading"] == 0
     assert found["merging"] == pytest.approx(0, abs=1e-5)
-    assert found["bytes"] > sum(p.nbytes for p in esft.trained(specialised(sparse())).values())
+    assert found["bytes"] > sum(
+        p.nbytes for p in esft.trained(specialised(sparse())).values()
+    )
     torch.testing.assert_close(model(**inputs).logits, want)
     moved = specialised(sparse())
     with torch.no_grad():

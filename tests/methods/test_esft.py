@@ -34,11 +34,15 @@ def full_step(model, batch):
     optimizer = torch.optim.AdamW(free, lr=0.01, weight_decay=0.1)
     model.train()(**batch).loss.backward()
     optimizer.step()
-    moments = [s[k].nbytes for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        s[k].nbytes for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")
+    ]
     return sum(p.grad.nbytes for p in free), sum(moments)
 
 
-def test_logits_and_gradients_of_the_chosen_experts_equal_those_of_the_base(family, mixture, batch):
+def test_logits_and_gradients_of_the_chosen_experts_equal_those_of_the_base(
+    family, mixture, batch
+):
     base = mixture(family, dtype=torch.float64)
     model = esft.specialise(mixture(family, dtype=torch.float64), selection_of(base))
     want, got = base(**batch), model(**batch)
@@ -47,11 +51,16 @@ def test_logits_and_gradients_of_the_chosen_experts_equal_those_of_the_base(fami
     got.loss.backward()
     for full, split in zip(sparse(base), sparse(model), strict=True):
         for part in ("gate_up_proj", "down_proj"):
-            want, got = getattr(full.experts, part).grad[[3, 2]], getattr(split.experts, part).grad
+            want, got = (
+                getattr(full.experts, part).grad[[3, 2]],
+                getattr(split.experts, part).grad,
+            )
             torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["hunyuan_v1_moe", "afmoe", "hy_v3", "ernie4_5_moe", "laguna"])
+@pytest.mark.parametrize(
+    "kind", ["hunyuan_v1_moe", "afmoe", "hy_v3", "ernie4_5_moe", "laguna"]
+)
 def test_routers_without_a_weight_or_with_more_than_one_are_specialised(kind, batch):
     base, model = of_family(kind), of_family(kind)
     esft.specialise(model, selection_of(model))
@@ -73,24 +82,35 @@ def test_shared_experts_are_found_under_the_names_that_families_give_them():
         assert len(names) == 3 * len(sparse(model))
 
 
-@pytest.mark.parametrize(("kind", "difference"), [
-    ("longcat_flash", "a forward pass of its own"), ("llama4_text", "a forward pass of its own"),
-    ("gpt_oss", "gate and up interleaved"), ("deepseek_v4", "a gate of its own"),
-])  # fmt: skip
-def test_experts_of_another_form_are_refused_before_anything_is_touched(kind, difference):
+@pytest.mark.parametrize(
+    ("kind", "difference"),
+    [
+        ("longcat_flash", "a forward pass of its own"),
+        ("llama4_text", "a forward pass of its own"),
+        ("gpt_oss", "gate and up interleaved"),
+        ("deepseek_v4", "a gate of its own"),
+    ],
+)
+def test_experts_of_another_form_are_refused_before_anything_is_touched(
+    kind, difference
+):
     model = of_family(kind)
     before = {name: p.requires_grad for name, p in model.named_parameters()}
     modules, base = list(model.modules()), fingerprint(model)
     message = f"E-MODEL: layer 0: .*, {difference}; expected"
     refused(message, esft.specialise, model, selection_of(model))
-    if kind == "longcat_flash":  # whose weights have the usual shapes without experts of no weight
+    if (
+        kind == "longcat_flash"
+    ):  # whose weights have the usual shapes without experts of no weight
         plain = of_family(kind, zero_expert_num=0)
         refused(message, esft.specialise, plain, selection_of(plain))
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
     assert list(model.modules()) == modules and fingerprint(model) == base
 
 
-def test_frozen_weights_are_bit_equal_after_adamw_with_weight_decay(family, mixture, rows):
+def test_frozen_weights_are_bit_equal_after_adamw_with_weight_decay(
+    family, mixture, rows
+):
     model = esft.specialise(mixture(family), selection_of(mixture(family)))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     free = esft.trained(model)
@@ -117,7 +137,9 @@ def test_masking_gradients_inside_the_fused_tensor_would_not_freeze(mixture, bat
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("family", ["DeepseekV2", "Mixtral"])
-def test_gradient_and_optimizer_bytes_are_the_chosen_share_of_full(family, count, mixture, batch):
+def test_gradient_and_optimizer_bytes_are_the_chosen_share_of_full(
+    family, count, mixture, batch
+):
     full = mixture(family).requires_grad_(False)
     for layer in sparse(full):
         layer.experts.requires_grad_(True)
@@ -125,11 +147,15 @@ def test_gradient_and_optimizer_bytes_are_the_chosen_share_of_full(family, count
     model = esft.specialise(mixture(family), selection_of(full, count))
     whole, share = full_step(full, batch), full_step(model, batch)
     assert [part * experts for part in share] == [part * count for part in whole]
-    frozen = [p for name, p in model.named_parameters() if name not in esft.trained(model)]
+    frozen = [
+        p for name, p in model.named_parameters() if name not in esft.trained(model)
+    ]
     assert all(p.grad is None for p in frozen)
 
 
-def test_merged_and_reloaded_the_logits_are_equal(family, mixture, batch, rows, tmp_path):
+def test_merged_and_reloaded_the_logits_are_equal(
+    family, mixture, batch, rows, tmp_path
+):
     model = esft.specialise(mixture(family), selection_of(mixture(family)))
     tuned(model, rows)
     specialised = model.eval()(**batch).logits
@@ -140,7 +166,8 @@ def test_merged_and_reloaded_the_logits_are_equal(family, mixture, batch, rows, 
     stored, whole = again.state_dict(), model.state_dict()
     assert stored.keys() == whole.keys()
     assert all(torch.equal(stored[name], whole[name]) for name in whole)
-    plain = mixture(family)  # read from a file, weights may lie askew, which changes the last bit
+    # Read from a file, weights may lie askew, which changes the last bit.
+    plain = mixture(family)
     plain.load_state_dict(stored)
     assert torch.equal(plain(**batch).logits, merged)
     assert all(p.requires_grad for p in model.parameters())
@@ -150,15 +177,21 @@ def test_merged_and_reloaded_the_logits_are_equal(family, mixture, batch, rows, 
 def test_each_option_frees_its_own_modules_alone(option, mixture):
     model = mixture("DeepseekV2")
     esft.specialise(model, selection_of(model, **{option: True}))
-    free, rest = ({n for n in group if ".experts." not in n}
-                  for group in (esft.trained(model), dict(model.named_parameters())))  # fmt: skip
+    free, rest = (
+        {n for n in group if ".experts." not in n}
+        for group in (esft.trained(model), dict(model.named_parameters()))
+    )
     signs = {"shared_experts": ".shared_experts.", "router": ".mlp.gate."}
-    owned = {key: {name for name in rest if sign in name} for key, sign in signs.items()}
+    owned = {
+        key: {name for name in rest if sign in name} for key, sign in signs.items()
+    }
     owned["non_expert_modules"] = rest - owned["shared_experts"] - owned["router"]
     assert free == owned[option] != set()
 
 
-def test_a_bfloat16_base_trains_float32_copies_and_merges_into_bfloat16(mixture, batch, rows):
+def test_a_bfloat16_base_trains_float32_copies_and_merges_into_bfloat16(
+    mixture, batch, rows
+):
     model = mixture("DeepseekV2", dtype=torch.bfloat16)
     esft.specialise(model, selection_of(model))
     tuned(model, rows)
@@ -172,7 +205,9 @@ def test_a_bfloat16_base_trains_float32_copies_and_merges_into_bfloat16(mixture,
 @pytest.mark.parametrize("method", ["pesc", "upcycling"])
 def test_an_upcycled_model_is_specialised_and_trained(method, host, batch, rows):
     if method == "pesc":
-        model = pesc.full_experts(host(), pesc.Config(experts=4, adapter_width=4, host="frozen"))
+        model = pesc.full_experts(
+            host(), pesc.Config(experts=4, adapter_width=4, host="frozen")
+        )
     else:
         model = upcycling.upcycle(host(), upcycling.Config(top_k=2))
     before = model(**batch).logits
@@ -182,14 +217,22 @@ def test_an_upcycled_model_is_specialised_and_trained(method, host, batch, rows)
     assert loss[-1] < loss[0]
 
 
-def test_what_does_not_fit_is_refused_and_the_model_untouched(mixture, host, monkeypatch):
+def test_what_does_not_fit_is_refused_and_the_model_untouched(
+    mixture, host, monkeypatch
+):
     model = mixture("DeepseekV2")
     base, layers = fingerprint(model), selection_of(model).experts
     adapters = pesc.craft(host(), pesc.Config(experts=4, adapter_width=4))
     for message, (given, experts) in {
-        r"E-KEYS: .*names layers \[2\], the sparse ones are \[1, 2\]": (model, {2: (0,)}),
+        r"E-KEYS: .*names layers \[2\], the sparse ones are \[1, 2\]": (
+            model,
+            {2: (0,)},
+        ),
         r"E-KEYS: .*names layers \[0, 1, 2\]": (model, {0: (0,), **layers}),
-        r"E-RANGE: layer 1: expert 8, the model has 0 to 7": (model, {**layers, 1: (0, 8)}),
+        r"E-RANGE: layer 1: expert 8, the model has 0 to 7": (
+            model,
+            {**layers, 1: (0, 8)},
+        ),
         r"E-MODEL: LlamaForCausalLM is dense": (host(), {0: (0,)}),
         r"E-MODEL: layer 0: Adapters holds": (adapters, {0: (0,), 1: (0,)}),
     }.items():
@@ -203,28 +246,45 @@ def test_what_does_not_fit_is_refused_and_the_model_untouched(mixture, host, mon
         esft.specialise(model, selection_of(model))
     model = mixture("Olmoe")
     experts = anatomy(model).layers[0].experts
-    signs = {"is_transposed": "trans", "has_post_expert_norm": "a norm", "_apply_gate": "a gate"}
+    signs = {
+        "is_transposed": "trans",
+        "has_post_expert_norm": "a norm",
+        "_apply_gate": "a gate",
+    }
     for sign, what in signs.items():  # of experts that compute otherwise
         with monkeypatch.context() as patch:
-            for owner in (experts, type(experts)):  # flags are the module's, the gate its class's
+            for owner in (
+                experts,
+                type(experts),
+            ):  # flags are the module's, the gate its class's
                 patch.setattr(owner, sign, lambda self, pre: pre, raising=False)
-            with pytest.raises(Refusal, match=f"E-MODEL: layer 0: OlmoeExperts .* {what}"):
+            with pytest.raises(
+                Refusal, match=f"E-MODEL: layer 0: OlmoeExperts .* {what}"
+            ):
                 esft.specialise(model, selection_of(model))
 
 
 def looked_at_all(matrix, size):
     """The paper's procedure in plain Python: of all groups of those left, the first of the best."""
-    alike, left, groups = grouping.similarity(matrix).tolist(), list(range(len(matrix))), []
+    alike, left, groups = (
+        grouping.similarity(matrix).tolist(),
+        list(range(len(matrix))),
+        [],
+    )
     while left:
-        pairs = {g: sum(alike[i][j] for i, j in combinations(g, 2))
-                 for g in combinations(left, size)}  # fmt: skip
+        pairs = {
+            g: sum(alike[i][j] for i, j in combinations(g, 2))
+            for g in combinations(left, size)
+        }
         groups.append(max(pairs, key=pairs.get))
         left = [expert for expert in left if expert not in groups[-1]]
     return tuple(groups)
 
 
 @pytest.mark.parametrize("top", [1000, 2])  # of the counts: 2 makes many ties
-@pytest.mark.parametrize(("experts", "size"), [(6, 1), (8, 2), (12, 3), (12, 4), (10, 5), (12, 6)])
+@pytest.mark.parametrize(
+    ("experts", "size"), [(6, 1), (8, 2), (12, 3), (12, 4), (10, 5), (12, 6)]
+)
 def test_groups_are_those_that_looking_at_all_of_them_finds(experts, size, top):
     for seed in range(3):
         torch.manual_seed(seed)
@@ -234,23 +294,32 @@ def test_groups_are_those_that_looking_at_all_of_them_finds(experts, size, top):
 
 
 def test_a_hand_worked_case():
-    matrix = torch.zeros(6, 6)  # 0 and 2 point one way, 1 and 3 the other; 4 and 5 are unused
+    # 0 and 2 point one way, 1 and 3 the other; 4 and 5 are unused.
+    matrix = torch.zeros(6, 6)
     matrix[:4, 4:] = torch.tensor([[5, 1], [1, 5], [10, 2], [3, 15]])
     assert esft.partition(matrix, 2) == ((0, 2), (1, 3), (4, 5))
     equal = torch.ones(9, 9).double()
     assert esft.partition(equal, 3) == ((0, 1, 2), (3, 4, 5), (6, 7, 8))
     alike = grouping.similarity(matrix) / grouping.UNIT
-    assert alike[0, 1:3].tolist() == pytest.approx([(5 + 5) / 26, 1]) and alike[4].max() == 0
+    assert (
+        alike[0, 1:3].tolist() == pytest.approx([(5 + 5) / 26, 1])
+        and alike[4].max() == 0
+    )
 
 
 def test_cooccurrence_equals_a_naive_count(mixture, batch):
     model, calls = mixture("DeepseekV2"), {}
     for layer in anatomy(model).layers[1:]:
         layer.experts.register_forward_pre_hook(
-            lambda module, args, index=layer.index: calls.update({index: calls.get(index, args[1])})
+            lambda module, args, index=layer.index: calls.update(
+                {index: calls.get(index, args[1])}
+            )
         )
     model(**batch)
-    real, counted = batch["attention_mask"].flatten().tolist(), esft.cooccurrence(model, [batch])
+    real, counted = (
+        batch["attention_mask"].flatten().tolist(),
+        esft.cooccurrence(model, [batch]),
+    )
     assert counted.keys() == calls.keys() == {1, 2}
     for layer, ids in calls.items():
         want = torch.zeros(8, 8).double()
@@ -261,7 +330,9 @@ def test_cooccurrence_equals_a_naive_count(mixture, batch):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_whole_groups_are_taken_selected_and_trained_and_share_a_gate(size, mixture, batch):
+def test_whole_groups_are_taken_selected_and_trained_and_share_a_gate(
+    size, mixture, batch
+):
     model = mixture("DeepseekV2", num_experts_per_tok=4)
     groups = esft.group(model, esft.cooccurrence(model, [batch]), size)
     before = anatomy(mixture("DeepseekV2", num_experts_per_tok=4)).layers
@@ -275,7 +346,9 @@ def test_whole_groups_are_taken_selected_and_trained_and_share_a_gate(size, mixt
             torch.testing.assert_close(weight, mean.expand(len(members), -1))
             for kind in (scores.token, scores.gate):
                 row = kind[layer][members]
-                torch.testing.assert_close(row, row[:1].expand(len(row)), rtol=1e-6, atol=1e-9)
+                torch.testing.assert_close(
+                    row, row[:1].expand(len(row)), rtol=1e-6, atol=1e-9
+                )
         assert scores.token[layer].sum().item() == pytest.approx(1)
         taken = set(selection.experts[layer])
         assert all(taken.issuperset(part) or taken.isdisjoint(part) for part in parts)
@@ -292,25 +365,41 @@ def test_whole_groups_are_taken_selected_and_trained_and_share_a_gate(size, mixt
 
 # Routers that get a bias from their block, hold one, or keep their weight in a layer.
 BY_MORE = {
-    "hy_v3": "HYV3TopKRouter", "afmoe": "AfmoeTokenChoiceRouter", "gpt_oss": "GptOssTopKRouter",
-    "lfm2_moe": "Lfm2MoeTopKRouter", "hunyuan_v1_moe": "HunYuanMoEV1Gate",
+    "hy_v3": "HYV3TopKRouter",
+    "afmoe": "AfmoeTokenChoiceRouter",
+    "gpt_oss": "GptOssTopKRouter",
+    "lfm2_moe": "Lfm2MoeTopKRouter",
+    "hunyuan_v1_moe": "HunYuanMoEV1Gate",
     "deepseek_v2": "DeepseekV2TopkRouter",  # which chooses among groups first
-}  # fmt: skip
+}
 
 
 def test_groups_that_do_not_fit_are_refused(mixture, batch):
-    model, correcting, wide = mixture("DeepseekV2"), mixture("DeepseekV3"), torch.ones(64, 64)
+    model, correcting, wide = (
+        mixture("DeepseekV2"),
+        mixture("DeepseekV3"),
+        torch.ones(64, 64),
+    )
     check, together = grouping.check, esft.cooccurrence(model, [batch])
-    special = esft.specialise(mixture("DeepseekV2"), esft.Selection(experts={1: (0,), 2: (0,)}))
+    special = esft.specialise(
+        mixture("DeepseekV2"), esft.Selection(experts={1: (0,), 2: (0,)})
+    )
     done = mixture("DeepseekV2")
     esft.group(done, together, 1)
     no_divisor = "E-RANGE: the group size is {}, no divisor of 8"
     for message, call in {
-        **{no_divisor.format(n): lambda n=n: esft.partition(together[1], n) for n in (0, 3, 5)},
-        "E-RANGE: .* size is 2, no divisor of 8 experts and of 3": lambda: check(model, [1, 2]),
+        **{
+            no_divisor.format(n): lambda n=n: esft.partition(together[1], n)
+            for n in (0, 3, 5)
+        },
+        "E-RANGE: .* size is 2, no divisor of 8 experts and of 3": lambda: check(
+            model, [1, 2]
+        ),
         "E-NONFINITE: cooccurrence is": lambda: esft.partition(torch.nan * wide, 2),
         "E-RANGE: 4,426,165,368 groups of 8, at most": lambda: esft.partition(wide, 8),
-        "E-MODEL: layer 1: DeepseekV3TopkRouter chooses by more": lambda: check(correcting, [1]),
+        "E-MODEL: layer 1: DeepseekV3TopkRouter chooses by more": lambda: check(
+            correcting, [1]
+        ),
         **{
             f"E-MODEL: layer .: {name} chooses by more": lambda kind=kind: check(
                 of_family(kind), [1]
@@ -319,6 +408,8 @@ def test_groups_that_do_not_fit_are_refused(mixture, batch):
         },
         "E-MODEL: the model is specialised": lambda: esft.group(special, together, 1),
         "E-DATA: no real token": lambda: esft.cooccurrence(model, []),
-        "E-MODEL: layer 1: its experts are grouped already": lambda: esft.group(done, together, 1),
+        "E-MODEL: layer 1: its experts are grouped already": lambda: esft.group(
+            done, together, 1
+        ),
     }.items():
         refused(message, call)

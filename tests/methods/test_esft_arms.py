@@ -23,10 +23,34 @@ def test_a_sweep_is_read_or_refused():
     read = esft.sweep("0.1,0.3", "0.2", "4,8", "2")
     assert read == TRIED and all(isinstance(rank, int) for rank in read["lora"])
     for *texts, message in (
-        ("0.1,0.3", "0.2", "4,8,16", "2", "E-RANGE: thresholds_gate is .* and ranks '4,8,16'"),
-        ("0.1,0.3", "0.2", "4,8.5", "2", "E-TYPE: ranks is '4,8.5': .*expected numbers with"),
-        ("0.1,0.3", "0.2", "0,8", "2", "E-RANGE: ranks is '0,8', .*above 0, at most 512"),
-        ("0.1,0.3", "0.2", "8,4", "2", "E-RANGE: ranks is '8,4', expected rising numbers"),
+        (
+            "0.1,0.3",
+            "0.2",
+            "4,8,16",
+            "2",
+            "E-RANGE: thresholds_gate is .* and ranks '4,8,16'",
+        ),
+        (
+            "0.1,0.3",
+            "0.2",
+            "4,8.5",
+            "2",
+            "E-TYPE: ranks is '4,8.5': .*expected numbers with",
+        ),
+        (
+            "0.1,0.3",
+            "0.2",
+            "0,8",
+            "2",
+            "E-RANGE: ranks is '0,8', .*above 0, at most 512",
+        ),
+        (
+            "0.1,0.3",
+            "0.2",
+            "8,4",
+            "2",
+            "E-RANGE: ranks is '8,4', expected rising numbers",
+        ),
         ("0.1,1.5", "0.2", "4,8", "2", "E-RANGE: thresholds_gate is '0.1,1.5'"),
         ("0.1,nan", "0.2", "4,8", "2", "E-RANGE: thresholds_gate is"),
         ("0.1,0.3", "0.2,0.2", "4,8", "2", "E-RANGE: thresholds_token is '0.2,0.2'"),
@@ -37,20 +61,36 @@ def test_a_sweep_is_read_or_refused():
 
 def test_every_arm_has_a_name_and_none_is_trained_twice():
     known = esft.arms(TRIED, USUAL)
-    main = ["fft", "lora", "lora_attention", "token", "random_token", "gate", "random_gate"]
+    main = [
+        "fft",
+        "lora",
+        "lora_attention",
+        "token",
+        "random_token",
+        "gate",
+        "random_gate",
+    ]
     assert list(known) == [*main, "gate-0.3", "lora-4", "fft-g2", "gate-g2"]
     assert [name for name, arm in known.items() if arm.main] == main
     assert known["gate-0.3"] == Arm("gate", 0.3, main=False)
     assert known["random_gate"] == Arm("gate", 0.1, random=True)
     assert known["gate-g2"] == Arm("gate", 0.1, group=2, main=False)
     assert known["lora-4"].size == 4 and known["lora"].size == 8
-    by_size = {"gate": ["gate", "gate-0.3"], "token": ["token"], "lora": ["lora-4", "lora"]}
+    by_size = {
+        "gate": ["gate", "gate-0.3"],
+        "token": ["token"],
+        "lora": ["lora-4", "lora"],
+    }
     assert esft.budget(TRIED, USUAL) == by_size
     usual, both = USUAL | {"gate": 0.2}, ["gate-0.1", "gate-0.3"]
-    assert esft.budget(TRIED, usual)["gate"] == both and set(both) <= set(esft.arms(TRIED, usual))
+    assert esft.budget(TRIED, usual)["gate"] == both and set(both) <= set(
+        esft.arms(TRIED, usual)
+    )
 
 
-def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(mixture, batch):
+def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(
+    mixture, batch
+):
     def planned(arms, seed=0):
         return esft.plan(arms, *measured, preset="fixed", scale=3.0, seed=seed)
 
@@ -69,7 +109,10 @@ def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(mixt
     for name, p in {"token": 0.2, "gate": 0.1, "gate-0.3": 0.3}.items():
         config = esft.Config(score=known[name].method, threshold=p)
         assert plan[name, "one"] == {"selection": esft.select(scores["one"], config)}
-    drawn, like = plan["random_gate", "two"]["selection"], plan["gate", "two"]["selection"]
+    drawn, like = (
+        plan["random_gate", "two"]["selection"],
+        plan["gate", "two"]["selection"],
+    )
     assert drawn == esft.random_selection(like, scores["two"].experts, "gate/two/0")
     for name in known:  # asked for alone, an arm gets what it gets among all
         alone = planned({name: known[name]})
@@ -106,13 +149,17 @@ def test_an_arm_starts_on_a_copy_with_what_it_trains(mixture, batch):
     together, drawn = esft.cooccurrence(model, [batch]), {"one": [batch]}
     scores, base = {"one": esft.measure(model, [batch])}, fingerprint(model)
     known = esft.arms(TRIED, USUAL)
-    plan = esft.plan(known, model, drawn, scores, together, preset="fixed", scale=2.0, seed=0)
+    plan = esft.plan(
+        known, model, drawn, scores, together, preset="fixed", scale=2.0, seed=0
+    )
     sizes = {}
     for (name, _), given in plan.items():
         tuned = esft.start(model, known[name], given, together)
         sizes[name] = sum(p.numel() for p in tuned.parameters() if p.requires_grad)
     assert max(sizes, key=sizes.get).startswith("fft")
-    assert sizes["lora_attention"] < sizes["lora"] and sizes["gate"] <= sizes["gate-0.3"]
+    assert (
+        sizes["lora_attention"] < sizes["lora"] and sizes["gate"] <= sizes["gate-0.3"]
+    )
     assert fingerprint(model) == base and not hasattr(model, "esft")
 
 
@@ -120,7 +167,10 @@ def test_lora_adapts_all_but_norms_and_routers_and_multiplies_by_the_scale(mixtu
     model = esft.lora(mixture("DeepseekV2"), rank=2, scale=3.0)
     free = {name for name, p in model.named_parameters() if p.requires_grad}
     layers = [{n.split(".")[4] for n in free if f"layers.{i}.mlp" in n} for i in (0, 1)]
-    assert layers == [{"gate_proj", "up_proj", "down_proj"}, {"experts", "shared_experts"}]
+    assert layers == [
+        {"gate_proj", "up_proj", "down_proj"},
+        {"experts", "shared_experts"},
+    ]
     assert sum(".self_attn." in name for name in free) == 3 * 4 * 2
     assert not any("norm" in name or ".mlp.gate." in name for name in free)
     layer = model.model.layers[0].self_attn.q_proj
@@ -132,7 +182,9 @@ def test_lora_adapts_all_but_norms_and_routers_and_multiplies_by_the_scale(mixtu
 
 
 def test_baselines_refuse_what_is_not_a_plain_mixture(mixture, host):
-    special = esft.specialise(mixture("Mixtral"), esft.Selection(experts={0: (0,), 1: (0,)}))
+    special = esft.specialise(
+        mixture("Mixtral"), esft.Selection(experts={0: (0,), 1: (0,)})
+    )
     for message, model in {
         "E-MODEL: the model holds LoRA already": esft.lora(mixture("Mixtral")),
         "E-MODEL: the model is specialised": special,
@@ -140,7 +192,10 @@ def test_baselines_refuse_what_is_not_a_plain_mixture(mixture, host):
     }.items():
         for arm in (esft.full, esft.lora):
             refused(message, arm, model)
-    for changes, message in (({"rank": 0}, "rank is 0"), ({"scale": math.nan}, "scale is nan")):
+    for changes, message in (
+        ({"rank": 0}, "rank is 0"),
+        ({"scale": math.nan}, "scale is nan"),
+    ):
         refused(f"E-RANGE: {message}", esft.lora, mixture("Mixtral"), **changes)
     message = "E-RANGE: the rank of LoRA is 33, expected at most 32, the smaller side"
     refused(message, esft.lora, mixture("Mixtral"), rank=33)
@@ -149,11 +204,15 @@ def test_baselines_refuse_what_is_not_a_plain_mixture(mixture, host):
 
 def test_training_rows_are_as_many_as_a_task_has_or_as_asked_for(monkeypatch):
     asked, pin = {}, "a" * 40
-    monkeypatch.setattr(hub, "load", lambda name, **more: asked.update({name: more}) or [name])
+    monkeypatch.setattr(
+        hub, "load", lambda name, **more: asked.update({name: more}) or [name]
+    )
     names = ["licence", "metamathqa"], ["gcd", "slimorca"]
     drawn = esft.rows(*names, 5000, revisions=f"slimorca={pin}", seed=3)
-    assert asked == {"metamathqa": {"revision": None, "size": 5000, "seed": 3},
-                     "slimorca": {"revision": pin, "size": 10000, "seed": 3}}  # fmt: skip
+    assert asked == {
+        "metamathqa": {"revision": None, "size": 5000, "seed": 3},
+        "slimorca": {"revision": pin, "size": 10000, "seed": 3},
+    }
     whole = tasks.find("licence").available("train")
     assert drawn["licence"] == tasks.rows("licence", "train", whole, 3)
     assert len(esft.rows(["licence"], ["licence"], 7, seed=0)["licence"]) == 7
@@ -162,14 +221,20 @@ def test_training_rows_are_as_many_as_a_task_has_or_as_asked_for(monkeypatch):
     assert len(rest) == tasks.find("licence").available("rest")
 
 
-@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.5, 10), (0.2, 3), (0.75, 30)])
+@pytest.mark.parametrize(
+    ("share", "count"), [(0.0, 0), (0.5, 10), (0.2, 3), (0.75, 30)]
+)
 def test_the_mix_has_the_share_of_alignment_data_asked_for(share, count):
-    task, alignment = (Dataset.from_dict({"id": range(*ends)}) for ends in [(10,), (1000, 1030)])
+    task, alignment = (
+        Dataset.from_dict({"id": range(*ends)}) for ends in [(10,), (1000, 1030)]
+    )
     mixed = sorted(esft.mix(task, alignment, share, seed=0)["id"])
     assert mixed[:10] == list(range(10))
     assert len(mixed) - 10 == len({*mixed[10:]} & {*range(1000, 1030)}) == count
     refused("E-RANGE: share is 1", esft.mix, task, alignment, 1.0, seed=0)
-    refused("E-DATA: 30 alignment rows needed, 10 given", esft.mix, task, task, 0.75, seed=0)
+    refused(
+        "E-DATA: 30 alignment rows needed, 10 given", esft.mix, task, task, 0.75, seed=0
+    )
 
 
 def test_costs_are_those_of_the_tensors_that_train(mixture, rows):
@@ -178,7 +243,9 @@ def test_costs_are_those_of_the_tensors_that_train(mixture, rows):
     full = esft.cost(esft.full(mixture("DeepseekV2")), rows, **recipe)
     assert full["storage"] == whole and full["optimizer"] == 2 * whole
     assert full["peak_memory"] > full["resident"] + 3 * whole
-    model = esft.specialise(mixture("DeepseekV2"), esft.Selection(experts={1: (0, 1), 2: (2,)}))
+    model = esft.specialise(
+        mixture("DeepseekV2"), esft.Selection(experts={1: (0, 1), 2: (2,)})
+    )
     chosen = sum(p.nbytes for p in esft.trained(model).values())
     small = esft.cost(model, rows, **recipe)
     assert small["storage"] == chosen and small["optimizer"] == 2 * chosen
@@ -195,43 +262,76 @@ def test_half_mass_concentration_overlap_and_switches_of_scores_worked_by_hand()
     given = scores([0.6, 0.2, 0.1, 0.1], [0.25] * 4, [0.1, 0.4, 0.2, 0.3])
     assert esft.half_mass(given) == {0: 0.25, 1: 0.5, 2: 0.5}
     shares = esft.concentration(scores([0.1, 0.2, 0.1, 0.0], [0.0, 0.0, 0.0, 1.0]))
-    assert shares == pytest.approx([0.75, 0.125, 0.125, 0])  # each layer ranked by itself
+    assert shares == pytest.approx(
+        [0.75, 0.125, 0.125, 0]
+    )  # each layer ranked by itself
     both = {"a": scores([0.4, 0.3, 0.2, 0.1]), "b": scores([0.1, 0.2, 0.3, 0.4])}
     table = esft.overlap(both, both, 2)
     assert table.T.to_dict() == {"a": {"a": 2, "b": 0}, "b": {"a": 0, "b": 2}}
     first = scores([0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1])
     second = scores([0.1, 0.4, 0.3, 0.2], [0.3, 0.4, 0.1, 0.2])
-    assert esft.overlap({"a": first}, {"b": second}, 2).loc["a", "b"] == 1.5  # of two layers
+    assert (
+        esft.overlap({"a": first}, {"b": second}, 2).loc["a", "b"] == 1.5
+    )  # of two layers
     # Two experts reach 0.6, whichever is the better; of the total of 0.8 that one does alone.
     pooled = {"tokens": scores([0.5, 0.2, 0.1]), "samples": scores([0.1, 0.5, 0.2])}
     table = esft.switches(pooled, {"gate": 0.6})
     # Experts 0 and 1 before; then 1 and 2, 0 alone, 1 alone.
     differ = {"within_samples": 2, "share_of_the_total": 1, "paper": 1}
     assert table["experts that differ"].loc["gate"].to_dict() == differ
-    assert table[["layers that differ", "share of layers"]].to_numpy().tolist() == [[1, 1]] * 3
+    assert (
+        table[["layers that differ", "share of layers"]].to_numpy().tolist()
+        == [[1, 1]] * 3
+    )
 
 
 def test_experts_are_counted_by_layer_and_shares_gathered_by_score_and_place():
     chosen = {"token": {1: (3, 1), 2: (0,)}, "gate": {1: (2,), 2: (5, 4, 1)}}
-    table = esft.counts({(s, "a"): esft.Selection(experts=e) for s, e in chosen.items()})
-    assert list(table) == [1, 2] and list(table.index) == [("token", "a"), ("gate", "a")]
+    table = esft.counts(
+        {(s, "a"): esft.Selection(experts=e) for s, e in chosen.items()}
+    )
+    assert list(table) == [1, 2] and list(table.index) == [
+        ("token", "a"),
+        ("gate", "a"),
+    ]
     assert table.to_numpy().tolist() == [[2, 1], [1, 3]]
     index = pd.MultiIndex.from_product([["token", "gate"], ["a", "b"]])
     shares = pd.DataFrame(np.arange(16.0).reshape(4, 4) / 16, index, [1, 2, 3, 4])
-    gathered = {name: (16 * part).tolist() for name, part in esft.spread(shares).items()}
+    gathered = {
+        name: (16 * part).tolist() for name, part in esft.spread(shares).items()
+    }
     assert list(gathered) == ["token", "gate", "layers/middle", "layers/outer"]
-    assert gathered["token"] == list(range(8)) and gathered["gate"] == list(range(8, 16))
-    assert gathered["layers/middle"] == [2, 6, 10, 14]  # of four layers, the first third has two
+    assert gathered["token"] == list(range(8)) and gathered["gate"] == list(
+        range(8, 16)
+    )
+    assert gathered["layers/middle"] == [
+        2,
+        6,
+        10,
+        14,
+    ]  # of four layers, the first third has two
     assert gathered["layers/outer"] == [4 / 3 + 4 * row for row in range(4)]
     refused("E-RANGE: shares: expected `counts` over E", esft.spread, 16 * shares)
-    single = esft.spread(pd.DataFrame([[0.5]], pd.MultiIndex.from_tuples([("token", "a")]), [1]))
-    assert single["layers/middle"].tolist() == [0] and single["layers/outer"].tolist() == [0.5]
+    single = esft.spread(
+        pd.DataFrame([[0.5]], pd.MultiIndex.from_tuples([("token", "a")]), [1])
+    )
+    assert single["layers/middle"].tolist() == [0] and single[
+        "layers/outer"
+    ].tolist() == [0.5]
 
 
 def test_an_arms_average_counts_each_task_once_whatever_its_rows():
-    correct = {("fft", "a"): [1, 1, 1, 0.0], ("fft", "b"): [0.0, 0], ("lora", "a"): [1, 0, 0, 0.0]}
-    tables = {key: pd.DataFrame({"task": key[1], "domain": key[1], "correct": rows, "nll": 1.0})
-              for key, rows in correct.items()}  # fmt: skip
+    correct = {
+        ("fft", "a"): [1, 1, 1, 0.0],
+        ("fft", "b"): [0.0, 0],
+        ("lora", "a"): [1, 0, 0, 0.0],
+    }
+    tables = {
+        key: pd.DataFrame(
+            {"task": key[1], "domain": key[1], "correct": rows, "nll": 1.0}
+        )
+        for key, rows in correct.items()
+    }
     joined = esft.by_arm(tables, ["a", "b"])
     assert joined["fft"].score.mean() == pytest.approx((0.75 + 0.0) / 2)
     assert joined["fft"].tuned.tolist() == ["a"] * 4 + ["b"] * 2
@@ -247,17 +347,24 @@ def test_what_is_left_is_compared_at_equal_target_accuracy():
     assert esft.at_equal_accuracy(two, one).tolist() == [-1, 0, 0, 0]
     assert esft.at_equal_accuracy(one, one).tolist() == [0] * 4
     # Half way between two checkpoints: half of each; one that is beaten in both does not count.
-    early = np.array([0.0, 0.1, 0.2]), np.array([[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1.0]])
+    early = (
+        np.array([0.0, 0.1, 0.2]),
+        np.array([[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1.0]]),
+    )
     assert esft.at_equal_accuracy(one, early).tolist() == [0, 0, 0, -0.5]
 
 
 def test_a_front_is_read_off_evaluations_with_general_tasks_of_equal_weight():
     asked, correct = ["t", "t", "a", "b", "b"], ([0, 0, 1, 1, 1], [1, 0, 1, 0, 1])
-    tables = [pd.DataFrame({"task": asked, "asked": asked, "domain": "d", "correct": hits})
-              for hits in correct]  # fmt: skip
+    tables = [
+        pd.DataFrame({"task": asked, "asked": asked, "domain": "d", "correct": hits})
+        for hits in correct
+    ]
     solved, scores = esft.front(tables, "t")
     assert solved.tolist() == [0, 0.5]
-    assert scores.mean(axis=1).tolist() == pytest.approx([1, 0.75]) and scores.shape == (2, 3)
+    assert scores.mean(axis=1).tolist() == pytest.approx(
+        [1, 0.75]
+    ) and scores.shape == (2, 3)
 
 
 def test_layers_are_described_as_they_are(mixture):
@@ -265,5 +372,8 @@ def test_layers_are_described_as_they_are(mixture):
     table = esft.layers(model)
     described = table[["kind", "width", "routed experts"]].to_numpy().tolist()
     assert described == [["dense", 40, 0], ["sparse", 16, 8], ["sparse", 16, 8]]
-    blocks = [sum(p.numel() for p in layer.block.parameters()) for layer in anatomy(model).layers]
+    blocks = [
+        sum(p.numel() for p in layer.block.parameters())
+        for layer in anatomy(model).layers
+    ]
     assert table.parameters.tolist() == blocks

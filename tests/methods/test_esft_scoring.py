@@ -21,9 +21,15 @@ RENORMALISED = {"Mixtral", "DeepseekV3", "Qwen3Moe"}
 def naive(model, family, batch, pooling):
     """Eq. 6 and 7, one unpadded sample at a time, one token after the other, in float64."""
     top_k, means, tokens, seen = model.config.num_experts_per_tok, {}, 0, {}
-    routers = {part.index: part.router for part in anatomy(model).layers if part.kind == "sparse"}
+    routers = {
+        part.index: part.router
+        for part in anatomy(model).layers
+        if part.kind == "sparse"
+    }
     for layer, router in routers.items():
-        router.register_forward_pre_hook(lambda _, args, layer=layer: seen.update({layer: args[0]}))
+        router.register_forward_pre_hook(
+            lambda _, args, layer=layer: seen.update({layer: args[0]})
+        )
     for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
         length = int(mask.sum())
         tokens += length
@@ -34,7 +40,9 @@ def naive(model, family, batch, pooling):
             share = 1 if pooling == "tokens" else 1 / length
             for row in seen[layer].view(-1, 32):
                 logits = router.weight.double() @ row.double()
-                scores = logits.sigmoid() if family == "DeepseekV3" else logits.softmax(0)
+                scores = (
+                    logits.sigmoid() if family == "DeepseekV3" else logits.softmax(0)
+                )
                 best = sorted(range(experts), key=lambda e: -scores[e])[:top_k]
                 total = sum(scores[e] for e in best) if family in RENORMALISED else 1
                 for expert in best:
@@ -46,9 +54,12 @@ def naive(model, family, batch, pooling):
 
 @pytest.mark.parametrize("pooling", ["tokens", "samples"])
 def test_measured_scores_equal_a_naive_loop(family, pooling, mixture, batch):
-    scaled = {"routed_scaling_factor": 16.0} if "Deepseek" in family else {}  # no part of the gate
+    # No part of the gate.
+    scaled = {"routed_scaling_factor": 16.0} if "Deepseek" in family else {}
     model = mixture(family, **scaled).train()
-    halves = [{key: value[rows] for key, value in batch.items()} for rows in ([0, 1], [2])]
+    halves = [
+        {key: value[rows] for key, value in batch.items()} for rows in ([0, 1], [2])
+    ]
     scores = esft.measure(model, halves, esft.Config(pooling=pooling))
     assert model.training
     want = naive(model.eval(), family, batch, pooling)
@@ -62,8 +73,12 @@ def test_measured_scores_equal_a_naive_loop(family, pooling, mixture, batch):
         refused("E-DATA: no real token", esft.measure, model, batches)
 
 
-@pytest.mark.parametrize("kind", ["hy_v3", "afmoe", "glm4_moe", "hunyuan_v1_moe", "beam"])
-def test_gate_scores_of_a_renormalised_router_sum_to_one_whatever_its_factor_is_called(kind, batch):
+@pytest.mark.parametrize(
+    "kind", ["hy_v3", "afmoe", "glm4_moe", "hunyuan_v1_moe", "beam"]
+)
+def test_gate_scores_of_a_renormalised_router_sum_to_one_whatever_its_factor_is_called(
+    kind, batch
+):
     """A wrong factor would choose too few experts, unless p is taken as a share of the total."""
     scores = esft.measure(of_family(kind), [batch])
     for layer, row in scores.gate.items():
@@ -92,14 +107,18 @@ def test_published_scores_and_experts_follow_from_the_published_routing(shared):
     folder = shared / "oracles/esft"
     published = esft.Scores.load(folder / "law.scores.json")
     path = folder / "law.routing.txt.gz"
-    counted, by_samples = (esft.replay(path, pooling=each) for each in ("tokens", "samples"))
+    counted, by_samples = (
+        esft.replay(path, pooling=each) for each in ("tokens", "samples")
+    )
     assert counted.token.keys() == published.token.keys() == set(range(1, 27))
     for kind in ("token", "gate"):
         for layer, row in getattr(published, kind).items():
             assert (getattr(counted, kind)[layer] - row).abs().max() <= 5e-5
     selection = esft.select(counted, esft.Config.preset("released"))
     assert selection == esft.Selection.load(folder / "law.experts.json")
-    one, other = (esft.select(each, esft.Config()).experts for each in (counted, by_samples))
+    one, other = (
+        esft.select(each, esft.Config()).experts for each in (counted, by_samples)
+    )
     assert 2 <= sum(set(one[layer]) != set(other[layer]) for layer in one) <= 6
 
 
@@ -114,7 +133,9 @@ def test_published_routing_is_read_token_by_token(tmp_path):
     assert by_samples.gate[1].tolist() == pytest.approx([3 / 8, 3 / 16, 9 / 32])
 
 
-def test_a_clones_files_are_found_and_read_like_one_of_all_layers(tmp_path, monkeypatch):
+def test_a_clones_files_are_found_and_read_like_one_of_all_layers(
+    tmp_path, monkeypatch
+):
     clone = tmp_path / "results/expert_scores/toy"
     lines = "0\t1\t1\t2\t\t.5\t.25\t.5\t.125\n2\t0\t\t.5\t.5\n"
     clone.mkdir(parents=True)
@@ -130,9 +151,16 @@ def test_a_clones_files_are_found_and_read_like_one_of_all_layers(tmp_path, monk
     both = esft.replay(*routing, **form)
     assert list(both.token) == [9, 10]
     assert both.token[9].tolist() == pytest.approx([2 / 6, 2 / 6, 2 / 6])
-    halves = [esft.replay(*routing, half=half, **form).gate[10].tolist() for half in (0, 1)]
-    assert halves == [pytest.approx([0.25, 0.375, 0.0625]), pytest.approx([0.5, 0, 0.5])]
-    with pytest.raises(Refusal, match=r"E-NOFILE: no published scores of 'law' in \$NOWHERE; give"):
+    halves = [
+        esft.replay(*routing, half=half, **form).gate[10].tolist() for half in (0, 1)
+    ]
+    assert halves == [
+        pytest.approx([0.25, 0.375, 0.0625]),
+        pytest.approx([0.5, 0, 0.5]),
+    ]
+    with pytest.raises(
+        Refusal, match=r"E-NOFILE: no published scores of 'law' in \$NOWHERE; give"
+    ):
         esft.published("$NOWHERE", ["law"])
 
 
@@ -152,16 +180,22 @@ def test_damaged_published_routing_is_refused(tmp_path):
         with pytest.raises(Refusal, match=f"E-FORMAT: .*{name}{message}"):
             esft.replay(tmp_path / name, experts=3, top_k=2, pooling="tokens")
     refused("E-NOFILE", esft.replay, tmp_path / "none.txt", pooling="tokens")
-    refused("E-CHOICE: pooling is 'tokns'", esft.replay, tmp_path / "1.txt", pooling="tokns")
+    refused(
+        "E-CHOICE: pooling is 'tokns'", esft.replay, tmp_path / "1.txt", pooling="tokns"
+    )
 
 
 def of_lengths(lengths):
-    return Dataset.from_dict({"input_ids": [[i] * length for i, length in enumerate(lengths)]})
+    return Dataset.from_dict(
+        {"input_ids": [[i] * length for i, length in enumerate(lengths)]}
+    )
 
 
 def test_packed_samples_are_the_rows_in_turn_too_few_make_fewer_and_padding_is_masked():
-    draws = [esft.samples(of_lengths([3, 5, 4, 6]), count=2, length=6, batch=1, seed=seed)
-             for seed in (1, 1, 0)]  # fmt: skip
+    draws = [
+        esft.samples(of_lengths([3, 5, 4, 6]), count=2, length=6, batch=1, seed=seed)
+        for seed in (1, 1, 0)
+    ]
     first, same, other = (draw[0]["input_ids"] for draw in draws)
     assert torch.equal(first, same) and not torch.equal(first, other)
     batches = draws[0]
@@ -173,22 +207,31 @@ def test_packed_samples_are_the_rows_in_turn_too_few_make_fewer_and_padding_is_m
     (batch,) = esft.samples(of_lengths([3, 5]), count=4, length=6, pad_id=99)
     assert batch["attention_mask"].sum(1).tolist() == [6, 2]
     assert (batch["input_ids"] == 99).sum() == 4
-    (one,) = esft.samples(of_lengths([3, 5, 9]), count=4, length=6, packed=False, pad_id=99)
+    (one,) = esft.samples(
+        of_lengths([3, 5, 9]), count=4, length=6, packed=False, pad_id=99
+    )
     assert sorted(one["attention_mask"].sum(1).tolist()) == [3, 5]
     refused("E-RANGE: count is 0", esft.samples, of_lengths([3]), count=0)
-    with pytest.raises(Refusal, match="E-DATA: no sample of at most 3 tokens in 2 rows"):
+    with pytest.raises(
+        Refusal, match="E-DATA: no sample of at most 3 tokens in 2 rows"
+    ):
         esft.samples(of_lengths([4, 4]), length=3, packed=False)
 
 
 def scores(*rows, gate=None):
     token = {layer: torch.tensor(row).double() for layer, row in enumerate(rows)}
-    return esft.Scores(token, token if gate is None else {0: torch.tensor(gate).double()})
+    return esft.Scores(
+        token, token if gate is None else {0: torch.tensor(gate).double()}
+    )
 
 
 def test_the_published_experts_follow_from_the_published_scores(shared):
     folder, totals = shared / "oracles/esft", []
     released = esft.Config.preset("released", score="token", threshold=0.2)
-    rules = [esft.Config(score="gate", threshold=0.1, normalised=each) for each in (False, True)]
+    rules = [
+        esft.Config(score="gate", threshold=0.1, normalised=each)
+        for each in (False, True)
+    ]
     for task in ("law", "intent"):
         published = esft.Scores.load(folder / f"{task}.scores.json")
         selection = esft.select(published, released)
@@ -203,16 +246,29 @@ def test_the_published_experts_follow_from_the_published_scores(shared):
     assert (round(0.1 / max(totals), 2), round(0.1 / min(totals), 2)) == (0.21, 0.29)
 
 
-@pytest.mark.parametrize(("row", "p", "decimals", "want"), [
-    *(([0.1, 0.3, 0.2, 0.4], p, None, (3, 1, 2, 0)[:count]) for p, count in {
-        0.05: 1, 0.4: 1, 0.41: 2, 0.7: 2, 0.71: 3, 0.9: 3, 1.0: 4}.items()),
-    ([0.25] * 4, 0.5, None, (0, 1)),  # among equals the lower number
-    ([0.29996, 0.30004, 0.4], 0.6, None, (2, 1)),
-    ([0.29996, 0.30004, 0.4], 0.6, 4, (2, 0)),  # rounding makes them equal
-    ([1 / 3] * 3, 1.0, 4, (0, 1, 2)),  # misses p by rounding alone
-    ([0.1] * 10, 1.0, None, tuple(range(10))),
-    ([0.7, 0.3], 0.7, 4, (0,)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "p", "decimals", "want"),
+    [
+        *(
+            ([0.1, 0.3, 0.2, 0.4], p, None, (3, 1, 2, 0)[:count])
+            for p, count in {
+                0.05: 1,
+                0.4: 1,
+                0.41: 2,
+                0.7: 2,
+                0.71: 3,
+                0.9: 3,
+                1.0: 4,
+            }.items()
+        ),
+        ([0.25] * 4, 0.5, None, (0, 1)),  # among equals the lower number
+        ([0.29996, 0.30004, 0.4], 0.6, None, (2, 1)),
+        ([0.29996, 0.30004, 0.4], 0.6, 4, (2, 0)),  # rounding makes them equal
+        ([1 / 3] * 3, 1.0, 4, (0, 1, 2)),  # misses p by rounding alone
+        ([0.1] * 10, 1.0, None, tuple(range(10))),
+        ([0.7, 0.3], 0.7, 4, (0,)),
+    ],
+)
 def test_experts_are_taken_until_their_scores_reach_p(row, p, decimals, want):
     config = esft.Config(threshold=p, decimals=decimals)
     assert esft.select(scores(row), config).experts == {0: want}
@@ -231,21 +287,34 @@ def test_whole_groups_are_taken_by_their_sums_and_random_experts_by_the_seed():
     assert drawn[0].shared_experts
 
 
-def test_presets_differ_where_paper_and_code_do_and_what_cannot_be_chosen_is_refused(tmp_path):
+def test_presets_differ_where_paper_and_code_do_and_what_cannot_be_chosen_is_refused(
+    tmp_path,
+):
     paper, released = esft.Config.preset("paper"), esft.Config.preset("released")
     assert (paper.pooling, paper.normalised, paper.decimals) == ("samples", True, None)
-    assert (released.pooling, released.normalised, released.decimals) == ("tokens", False, 4)
+    assert (released.pooling, released.normalised, released.decimals) == (
+        "tokens",
+        False,
+        4,
+    )
     assert esft.Config.preset("fixed", threshold=0.5) == esft.Config(threshold=0.5)
-    for field, value, code in [("threshold", 0, "E-RANGE"), ("score", "tokens", "E-CHOICE")]:
+    for field, value, code in [
+        ("threshold", 0, "E-RANGE"),
+        ("score", "tokens", "E-CHOICE"),
+    ]:
         refused(f"{code}: {field}", esft.Config, **{field: value})
     with pytest.raises(Refusal, match="E-DATA: layer 1: its experts were never used"):
         esft.select(scores([0.5, 0.5], [0.0, 0.0]), esft.Config())
     rows = {"1": {"0": 0.25, "1": 0.75}, "46": {"0": 0.0, "1": 0.0}}
     path = tmp_path / "scores.json"
     path.write_text(json.dumps({"token_scores": rows, "gate_scores": rows}))
-    with pytest.raises(Refusal, match=r"E-DATA: layer 46: .*Scores.load\(path, without=\[46\]\)"):
+    with pytest.raises(
+        Refusal, match=r"E-DATA: layer 46: .*Scores.load\(path, without=\[46\]\)"
+    ):
         esft.select(esft.Scores.load(path), esft.Config())
-    refused(r"E-KEYS: .* has no layer 45 to leave out", esft.Scores.load, path, without=[45])
+    refused(
+        r"E-KEYS: .* has no layer 45 to leave out", esft.Scores.load, path, without=[45]
+    )
     chosen = esft.select(esft.Scores.load(path, without=[46]), esft.Config())
     path.write_text(json.dumps(chosen.published()))
     want = esft.Selection(experts={1: (1,)}, left_out=(46,))
@@ -253,23 +322,40 @@ def test_presets_differ_where_paper_and_code_do_and_what_cannot_be_chosen_is_ref
     low = scores([0.5, 0.5], gate=[0.1, 0.2])
     with pytest.raises(Refusal, match=r"E-RANGE: layer 0: all gate scores .* 0.3000"):
         esft.select(low, esft.Config(score="gate", threshold=0.4))
-    assert esft.select(low, esft.Config(score="gate", threshold=0.3)).experts == {0: (1, 0)}
+    assert esft.select(low, esft.Config(score="gate", threshold=0.3)).experts == {
+        0: (1, 0)
+    }
 
 
 def test_bad_files_of_scores_and_of_experts_are_refused(tmp_path):
     for change, message in (
         (lambda both: both["gate_scores"].pop("2"), "E-KEYS: .*token and gate"),
         (lambda both: both["token_scores"]["1"].pop("0"), "E-KEYS: .*layer 1"),
-        (lambda both: both["token_scores"]["2"].update({"2": 0.0}), "E-SHAPE: .*3 experts"),
-        (lambda both: both["gate_scores"]["2"].update({"1": -0.1}), "E-RANGE: .*layer 2 has"),
-        (lambda both: both["token_scores"]["2"].update({"0": 49.25}), "layer 2: .* sum to 50, exp"),
+        (
+            lambda both: both["token_scores"]["2"].update({"2": 0.0}),
+            "E-SHAPE: .*3 experts",
+        ),
+        (
+            lambda both: both["gate_scores"]["2"].update({"1": -0.1}),
+            "E-RANGE: .*layer 2 has",
+        ),
+        (
+            lambda both: both["token_scores"]["2"].update({"0": 49.25}),
+            "layer 2: .* sum to 50, exp",
+        ),
         (
             lambda both: both["gate_scores"]["2"].update({"0": 2.076}),
             "2: gate .* sum to 2.826, exp",
         ),
-        (lambda both: both["token_scores"]["2"].update({"0": math.nan}), "E-RANGE: .*2.0 is nan"),
+        (
+            lambda both: both["token_scores"]["2"].update({"0": math.nan}),
+            "E-RANGE: .*2.0 is nan",
+        ),
         (lambda both: both.pop("gate_scores"), "E-TYPE: .*gate_scores is missing"),
-        (lambda both: both["gate_scores"].update({"01": {"0": 1.0}}), "E-FORMAT: .*twice"),
+        (
+            lambda both: both["gate_scores"].update({"01": {"0": 1.0}}),
+            "E-FORMAT: .*twice",
+        ),
     ):
         rows = '{"1": {"0": 0.5, "1": 0.5}, "2": {"0": 0.25, "1": 0.75}}'
         content = {"token_scores": json.loads(rows), "gate_scores": json.loads(rows)}

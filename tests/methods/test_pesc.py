@@ -42,9 +42,17 @@ def test_router_reads_the_ffn_input_and_adapters_its_output(family, host, batch)
     layer = model.model.layers[1]
     for name in ("shared", "router", "adapters"):
         part = getattr(layer.mlp, name)
-        part.register_forward_hook(lambda m, args, out, n=name: seen.update({n: (args[0], out)}))
-    norm = "pre_feedforward_layernorm" if family == "Gemma2" else "post_attention_layernorm"
-    getattr(layer, norm).register_forward_hook(lambda m, args, out: seen.update(norm=out))
+        part.register_forward_hook(
+            lambda m, args, out, n=name: seen.update({n: (args[0], out)})
+        )
+    norm = (
+        "pre_feedforward_layernorm"
+        if family == "Gemma2"
+        else "post_attention_layernorm"
+    )
+    getattr(layer, norm).register_forward_hook(
+        lambda m, args, out: seen.update(norm=out)
+    )
     model(**batch)
     assert torch.equal(seen["router"][0], seen["norm"])
     assert torch.equal(seen["shared"][0], seen["norm"])
@@ -59,14 +67,20 @@ class Loop(nn.Module):
         self.block, self.scale, self.top_k = block, scale, top_k
 
     def forward(self, x):
-        shared, down, up = self.block.shared, self.block.adapters.down, self.block.adapters.up
+        shared, down, up = (
+            self.block.shared,
+            self.block.adapters.down,
+            self.block.adapters.up,
+        )
         rows, self.dispatched, self.probability = [], [], []
         for token in x.reshape(-1, x.shape[-1]):
             gate = shared.gate_proj.weight @ token
             swish = gate / (1 + (-gate).exp())
             h = shared.down_proj.weight @ (swish * (shared.up_proj.weight @ token))
             logits = [row @ token for row in self.block.router.weight]
-            best = sorted(range(len(logits)), key=lambda e: -logits[e].item())[: self.top_k]
+            best = sorted(range(len(logits)), key=lambda e: -logits[e].item())[
+                : self.top_k
+            ]
             total = sum(logits[e].exp() for e in best)
             y = torch.zeros_like(h)
             for e in best:  # Eq. 7 with Eq. 8, the residual inside each expert
@@ -83,7 +97,9 @@ class Loop(nn.Module):
         """Eq. 10 over the tokens that are no padding."""
         real, total = [t for t, keep in enumerate(mask.flatten().tolist()) if keep], 0
         for e in range(len(self.probability[0])):
-            f = sum(self.dispatched[t].count(e) for t in real) / (len(real) * self.top_k)
+            f = sum(self.dispatched[t].count(e) for t in real) / (
+                len(real) * self.top_k
+            )
             total += f * sum(self.probability[t][e] for t in real) / len(real)
         return len(self.probability[0]) * total
 
@@ -97,10 +113,19 @@ def test_outputs_loss_and_gradients_equal_a_plain_loop_in_float64(host, batch):
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
     got, logits = model(**inputs), oracle(**inputs).logits
     targets = batch["labels"][:, 1:]  # transformers' own loss is in float32
-    loss = nn.functional.cross_entropy(got.logits[:, :-1].mT, targets) + pesc.balance_loss(model)
-    nats = -logits[:, :-1].log_softmax(-1).gather(2, targets.clamp(min=0).unsqueeze(2)).squeeze(2)
+    loss = nn.functional.cross_entropy(
+        got.logits[:, :-1].mT, targets
+    ) + pesc.balance_loss(model)
+    nats = (
+        -logits[:, :-1]
+        .log_softmax(-1)
+        .gather(2, targets.clamp(min=0).unsqueeze(2))
+        .squeeze(2)
+    )
     masks = batch["attention_mask"], torch.ones_like(batch["attention_mask"])
-    balance, padded = (sum(layer.mlp.balance(m) for layer in oracle.model.layers) for m in masks)
+    balance, padded = (
+        sum(layer.mlp.balance(m) for layer in oracle.model.layers) for m in masks
+    )
     want = nats[targets != -100].mean() + 0.3 * balance
     torch.testing.assert_close(pesc.balance_loss(model, masks[1]), 0.3 * padded)
     real = batch["attention_mask"].bool()
@@ -108,9 +133,13 @@ def test_outputs_loss_and_gradients_equal_a_plain_loop_in_float64(host, batch):
     torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-9)
     loss.backward()
     want.backward()
-    truth = {name.replace(".block.", "."): p.grad for name, p in oracle.named_parameters()}
+    truth = {
+        name.replace(".block.", "."): p.grad for name, p in oracle.named_parameters()
+    }
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, truth[name], rtol=1e-8, atol=1e-9, msg=name)
+        torch.testing.assert_close(
+            parameter.grad, truth[name], rtol=1e-8, atol=1e-9, msg=name
+        )
 
 
 def test_balance_gradient_reaches_every_router_and_the_released_form_none(host, batch):
@@ -121,7 +150,9 @@ def test_balance_gradient_reaches_every_router_and_the_released_form_none(host, 
         norms = torch.stack([router.weight.grad.norm() for router in routers(model)])
         assert norms.min() > 1e-5 if alive else norms.max() < 1e-8
         assert pull == pytest.approx(norms.norm().item(), rel=1e-5)
-        assert value == pytest.approx(pesc.balance_loss(model).item() / 2, rel=1e-6)  # two layers
+        assert value == pytest.approx(
+            pesc.balance_loss(model).item() / 2, rel=1e-6
+        )  # two layers
     dense = pesc.prepare(host(), pesc.Config(**SMALL), sparse=False)
     without = pesc.prepare(host(), pesc.Config(**SMALL, balance="none"))
     assert pesc.balance_loss(dense).item() == pesc.balance_loss(without).item() == 0
@@ -130,7 +161,9 @@ def test_balance_gradient_reaches_every_router_and_the_released_form_none(host, 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 def test_a_dead_balance_loss_is_refused_and_not_returned(host, batch):
-    model, reentrant = (pesc.prepare(host(), pesc.Config(**SMALL)).train() for _ in range(2))
+    model, reentrant = (
+        pesc.prepare(host(), pesc.Config(**SMALL)).train() for _ in range(2)
+    )
     refused("has not run", pesc.balance_loss, model)
     with torch.no_grad():
         model(**batch)
@@ -143,7 +176,10 @@ def test_a_dead_balance_loss_is_refused_and_not_returned(host, batch):
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 def test_gradient_checkpointing_gives_the_same_gradients(host, batch):
-    grads, config = [], pesc.Config(experts=4, adapter_width=6, host="lora", lora_rank=4)
+    grads, config = (
+        [],
+        pesc.Config(experts=4, adapter_width=6, host="lora", lora_rank=4),
+    )
     for checkpointing in (False, True):  # with dropout in adapters and LoRA
         model = shaken(pesc.prepare(host(dtype=torch.float64), config)).train()
         if checkpointing:
@@ -155,17 +191,23 @@ def test_gradient_checkpointing_gives_the_same_gradients(host, batch):
         torch.testing.assert_close(grads[1][name], grad, msg=name)
 
 
-def test_literal_zero_start_never_trains_the_adapters_while_the_fixed_one_does(host, batch):
+def test_literal_zero_start_never_trains_the_adapters_while_the_fixed_one_does(
+    host, batch
+):
     for preset, moves in (("paper", False), ("fixed", True)):
         config = pesc.Config.preset(preset, experts=4, adapter_width=6, host="frozen")
         model = pesc.prepare(host(), config).train()
-        optimiser = torch.optim.AdamW(pesc.trained(model, config).values(), lr=0.1, weight_decay=0)
+        optimiser = torch.optim.AdamW(
+            pesc.trained(model, config).values(), lr=0.1, weight_decay=0
+        )
         for _ in range(3):
             optimiser.zero_grad()
             (model(**batch).loss + pesc.balance_loss(model)).backward()
             optimiser.step()
         node = routers(model)[0].trace.decisions[0].logits.grad_fn
-        with pytest.raises(RuntimeError, match="already been freed"):  # none outlives its step
+        with pytest.raises(
+            RuntimeError, match="already been freed"
+        ):  # none outlives its step
             _ = node._saved_self if hasattr(node, "_saved_self") else node._saved_mat2
         ups = [layer.experts.up.abs().max().item() for layer in anatomy(model).layers]
         assert (min(ups) > 0) == moves
@@ -183,7 +225,12 @@ def test_generation_with_cache_and_left_padding_equals_one_by_one(host):
     model = shaken(pesc.craft(host(dtype=torch.float64), pesc.Config(**SMALL)))
     mask = (torch.arange(7) >= torch.tensor([[4], [0], [2]])).long()
     padded = torch.randint(3, 48, (3, 7)).where(mask.bool(), 2)
-    more = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 2}
+    more = {
+        "max_new_tokens": 8,
+        "min_new_tokens": 8,
+        "do_sample": False,
+        "pad_token_id": 2,
+    }
     together = model.generate(input_ids=padded, attention_mask=mask, **more)
     for row, start in zip(together, (4, 0, 2), strict=True):
         prompt = row[None, start:7]
@@ -207,19 +254,46 @@ def test_a_refused_model_is_untouched(host):
             refused(message, function, model, pesc.Config(**settings))
         after = dict(model.named_parameters())
         assert after.keys() == before.keys()
-        assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in after.items())
+        assert all(
+            torch.equal(p, before[name]) and p.requires_grad
+            for name, p in after.items()
+        )
         assert len(model.get_decoder()._forward_pre_hooks) == hooks
 
 
 def test_presets_differ_where_paper_and_code_do_and_unusable_settings_are_refused_in_one_line():
-    _, released, fixed = presets = [pesc.Config.preset(n) for n in ("paper", "released", "fixed")]
-    read = [(preset.down_init, preset.adapter_width, preset.balance) for preset in presets]
-    assert read == [("zero", 512, "kept"), ("kaiming", 64, "constant"), ("kaiming", 512, "live")]
-    assert (released.adapter_scale, released.served_scale, fixed) == (1.0, 0.25, pesc.Config())
+    _, released, fixed = presets = [
+        pesc.Config.preset(n) for n in ("paper", "released", "fixed")
+    ]
+    read = [
+        (preset.down_init, preset.adapter_width, preset.balance) for preset in presets
+    ]
+    assert read == [
+        ("zero", 512, "kept"),
+        ("kaiming", 64, "constant"),
+        ("kaiming", 512, "live"),
+    ]
+    assert (released.adapter_scale, released.served_scale, fixed) == (
+        1.0,
+        0.25,
+        pesc.Config(),
+    )
     assert pesc.Config.preset("released", adapter_width=8).adapter_width == 8
-    sizes = {"experts": 4, "top_k": 3, "adapter_width": 6, "host": "lora", "lora_rank": 3}
-    other = pesc.Config(**sizes, served_scale=0.5, adapter_scale=2.0, balance_weight=0.3)
-    for name in ("paper", "released", "fixed"):  # a reading keeps sizes and host of another
+    sizes = {
+        "experts": 4,
+        "top_k": 3,
+        "adapter_width": 6,
+        "host": "lora",
+        "lora_rank": 3,
+    }
+    other = pesc.Config(
+        **sizes, served_scale=0.5, adapter_scale=2.0, balance_weight=0.3
+    )
+    for name in (
+        "paper",
+        "released",
+        "fixed",
+    ):  # a reading keeps sizes and host of another
         assert replace(other, **pesc.reading(name)) == pesc.Config.preset(name, **sizes)
     for changes, message in (
         ({"top_k": 9}, r"E-RANGE: top_k is 9, expected 1 to 8 \(experts\)"),

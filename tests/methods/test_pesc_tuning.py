@@ -29,7 +29,11 @@ from tests.refusals import refused
 NO_DROPOUT = {"adapter_dropout": 0.0, "lora_dropout": 0.0}
 SMALL = {"experts": 4, "adapter_width": 6, "lora_rank": 4, **NO_DROPOUT}
 HOSTS = ("frozen", "lora", "qlora", "full")
-PRINTED = {"llama-2-7b": (8, 7), "llama-2-13b": (15, 14), "yi-34b": (38, 35)}  # total, activated
+PRINTED = {
+    "llama-2-7b": (8, 7),
+    "llama-2-13b": (15, 14),
+    "yi-34b": (38, 35),
+}  # total, activated
 
 
 def train(model, batch, steps=1, lr=0.05):
@@ -43,7 +47,9 @@ def train(model, batch, steps=1, lr=0.05):
 
 
 @pytest.mark.parametrize("name", HOSTS)
-def test_exactly_adapters_routers_and_the_asked_part_of_the_host_train(name, host, batch):
+def test_exactly_adapters_routers_and_the_asked_part_of_the_host_train(
+    name, host, batch
+):
     """What is frozen is equal bit for bit after a step of AdamW with weight decay."""
     model = pesc.prepare(host(), pesc.Config(**SMALL, host=name))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -57,7 +63,9 @@ def test_exactly_adapters_routers_and_the_asked_part_of_the_host_train(name, hos
     train(model, batch)
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert moved <= training
-    assert any(".adapters.up" in n for n in moved) and any(".router." in n for n in moved)
+    assert any(".adapters.up" in n for n in moved) and any(
+        ".router." in n for n in moved
+    )
     assert any(".lora_B." in n for n in moved) == ("lora" in name)
 
 
@@ -65,23 +73,31 @@ def test_exactly_adapters_routers_and_the_asked_part_of_the_host_train(name, hos
 def test_the_arms_share_the_host_and_are_equal_at_step_0(name, host, batch):
     sparse = pesc.prepare(host(), pesc.Config(**SMALL, host=name))
     dense = pesc.prepare(host(), pesc.Config(**SMALL, host=name), sparse=False)
-    torch.testing.assert_close(sparse(**batch).logits, dense(**batch).logits, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        sparse(**batch).logits, dense(**batch).logits, rtol=1e-6, atol=1e-6
+    )
     ours, theirs = (pesc.trained(model, model.pesc.config) for model in (sparse, dense))
     shared = {n for n in ours if ".router." not in n and ".adapters." not in n}
     assert {n.replace(".mlp.shared.", ".mlp.") for n in shared} == set(theirs)
     assert all(layer.kind == "dense" for layer in anatomy(dense).layers)
 
 
-def test_qlora_holds_the_layers_linears_in_double_quantised_nf4_alone(host, monkeypatch):
+def test_qlora_holds_the_layers_linears_in_double_quantised_nf4_alone(
+    host, monkeypatch
+):
     import bitsandbytes as bnb
 
     model = pesc.prepare(host(), pesc.Config(**SMALL, host="qlora"))
     quantised = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
     assert len(quantised) == 2 * 7
-    assert all(m.weight.quant_type == "nf4" and m.weight.quant_state.nested for m in quantised)
+    assert all(
+        m.weight.quant_type == "nf4" and m.weight.quant_state.nested for m in quantised
+    )
     assert {m.weight.dtype for m in quantised} == {torch.uint8}
     assert type(model.lm_head) is nn.Linear
-    assert all(layer.router.weight.dtype == torch.float32 for layer in anatomy(model).layers)
+    assert all(
+        layer.router.weight.dtype == torch.float32 for layer in anatomy(model).layers
+    )
     wrapped = [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
     assert {(m.r["default"], m.scaling["default"]) for m in wrapped} == {(4, 16 / 4)}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -94,7 +110,9 @@ def test_qlora_holds_the_layers_linears_in_double_quantised_nf4_alone(host, monk
 
 def test_a_half_precision_host_gets_float32_adapters_and_runs(host, batch):
     model = pesc.prepare(host(dtype=torch.bfloat16), pesc.Config(**SMALL, host="lora"))
-    assert {p.dtype for p in pesc.trained(model, model.pesc.config).values()} == {torch.float32}
+    assert {p.dtype for p in pesc.trained(model, model.pesc.config).values()} == {
+        torch.float32
+    }
     assert train(model, batch)(**batch).logits.isfinite().all()
 
 
@@ -110,7 +128,9 @@ def test_the_adapters_norm_is_that_of_all_upper_matrices_together(host):
 
 def test_full_experts_equal_the_dense_model_at_step_0_and_train_alone(host, batch):
     dense, full = host(), pesc.full_experts(host(), pesc.Config(**SMALL, host="frozen"))
-    torch.testing.assert_close(full(**batch).logits, dense(**batch).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        full(**batch).logits, dense(**batch).logits, rtol=1e-5, atol=1e-5
+    )
     training = {name for name, p in full.named_parameters() if p.requires_grad}
     assert training == {name for name, _ in full.named_parameters() if ".mlp." in name}
     assert sum(isinstance(m, ExpertMoE) for m in full.modules()) == 2
@@ -135,12 +155,24 @@ def test_error_is_0_for_equal_models_and_1_for_adapters_that_never_moved(host, b
     want = [(dense(**row).loss - full(**row).loss).abs().item() for row in rows]
     assert gaps == pytest.approx(want, rel=1e-3, abs=1e-6)
     assert [model.training for model in (crafted, full, dense)] == [True, False, False]
-    refused("E-DATA: no batch to measure", pesc.approximation_error, crafted, full, dense, [])
+    refused(
+        "E-DATA: no batch to measure",
+        pesc.approximation_error,
+        crafted,
+        full,
+        dense,
+        [],
+    )
 
 
 def test_width_512_gives_the_printed_sizes_and_64_does_not():
     table = pesc.printed_sizes()
-    for name, (dense, layers, width, narrow) in {  # size, layers, width; size with width 64
+    for name, (
+        dense,
+        layers,
+        width,
+        narrow,
+    ) in {  # size, layers, width; size with width 64
         "llama-2-7b": (6_738_415_616, 32, 4096, 6.9),
         "llama-2-13b": (13_015_864_320, 40, 5120, 13.2),
         "yi-34b": (34_388_917_248, 60, 7168, 34.8),
@@ -155,15 +187,24 @@ def test_width_512_gives_the_printed_sizes_and_64_does_not():
         printed = PRINTED[name][0]
         assert round(size.total / 1e9) == printed != round(released / 1e9)
         assert line.implied_width_low < 512 < line.implied_width_high
-        for side, end in ((-0.5, line.implied_width_low), (0.5, line.implied_width_high)):
+        for side, end in (
+            (-0.5, line.implied_width_low),
+            (0.5, line.implied_width_high),
+        ):
             total = dense + size.routers + end * layers * 8 * 2 * width
             assert total / 1e9 == pytest.approx(printed + side)
 
 
 def test_only_widths_from_589_to_596_fit_the_printed_activated_size_of_the_13b_host_too():
     for width in (588, 589, 596, 597):  # counts rise with the width: the edges suffice
-        sizes = {name: pesc.counts(pesc.Config(adapter_width=width), name) for name in PRINTED}
-        pairs = {n: (round(s.total / 1e9), round(s.activated / 1e9)) for n, s in sizes.items()}
+        sizes = {
+            name: pesc.counts(pesc.Config(adapter_width=width), name)
+            for name in PRINTED
+        }
+        pairs = {
+            n: (round(s.total / 1e9), round(s.activated / 1e9))
+            for n, s in sizes.items()
+        }
         assert (pairs == PRINTED) == (width in (589, 596))
 
 
@@ -178,22 +219,30 @@ def test_counts_of_a_configuration_equal_those_of_the_crafted_model(host):
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_a_rank_of_lora_above_every_matrix_is_refused_before_anything_changes(host, sparse):
+def test_a_rank_of_lora_above_every_matrix_is_refused_before_anything_changes(
+    host, sparse
+):
     for name in ("lora", "qlora"):
         dense = host()
         before = {key: value.clone() for key, value in dense.state_dict().items()}
         config = pesc.Config(**SMALL | {"lora_rank": 33}, host=name)
-        message = "E-RANGE: the rank of LoRA is 33, expected at most 32, the smaller side"
+        message = (
+            "E-RANGE: the rank of LoRA is 33, expected at most 32, the smaller side"
+        )
         refused(message, pesc.prepare, dense, config, sparse=sparse)
         assert before.keys() == dense.state_dict().keys()
     pesc.prepare(host(), replace(config, host="lora", lora_rank=32), sparse=sparse)
 
 
 def test_the_matched_dense_arm_trains_as_much_as_the_sparse_one_at_the_same_scale(host):
-    config = pesc.Config(experts=4, adapter_width=6, host="lora", lora_rank=4, lora_alpha=8)
+    config = pesc.Config(
+        experts=4, adapter_width=6, host="lora", lora_rank=4, lora_alpha=8
+    )
     wide = pesc.matched(host(), config)
     models = pesc.prepare(host(), config), pesc.prepare(host(), wide, sparse=False)
-    sizes = [sum(p.numel() for p in pesc.trained(m, m.pesc.config).values()) for m in models]
+    sizes = [
+        sum(p.numel() for p in pesc.trained(m, m.pesc.config).values()) for m in models
+    ]
     one = pesc.prepare(host(), replace(wide, lora_rank=1), sparse=False)
     per_rank = sum(p.numel() for p in pesc.trained(one, config).values())
     assert abs(sizes[0] - sizes[1]) <= per_rank / 2
@@ -202,7 +251,10 @@ def test_the_matched_dense_arm_trains_as_much_as_the_sparse_one_at_the_same_scal
 
 def test_bytes_are_those_of_a_step_and_every_turn_has_a_ratio(host, batch, rows):
     config = pesc.Config(experts=4, adapter_width=6, host="lora", lora_rank=4)
-    dense, sparse = pesc.prepare(host(), config, sparse=False), pesc.prepare(host(), config)
+    dense, sparse = (
+        pesc.prepare(host(), config, sparse=False),
+        pesc.prepare(host(), config),
+    )
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
     labelled = {**inputs, "labels": inputs["input_ids"]}
     want = [step_memory(model.train(), labelled).total for model in (sparse, dense)]
@@ -215,7 +267,14 @@ NOTEBOOK = sources.find(Path(__file__).resolve().parents[2], "pesc")
 ALL = json.loads(NOTEBOOK.path.read_text(encoding="utf-8"))["cells"]
 CELLS = ["".join(cell["source"]) for cell in ALL if cell["cell_type"] == "code"]
 BASES = {"13B": "meta-llama/Llama-2-13b-hf", "34B": "01-ai/Yi-34B"}
-ROUTED = {"layer": 0, "router": "r", "domain": "code", "expert": [0, 1], "slots": 1, "share": 0.5}
+ROUTED = {
+    "layer": 0,
+    "router": "r",
+    "domain": "code",
+    "expert": [0, 1],
+    "slots": 1,
+    "share": 0.5,
+}
 ROUTED = pd.DataFrame(ROUTED)
 CASES = [(claim, scale) for claim in papers.claims("pesc") for scale in claim.scales]
 
@@ -227,7 +286,9 @@ def settings(scale, said):
     assert set(named) <= set(found), f"no such parameter: {named}"
     found |= {"arms": "all"} if "arms" in named else {}
     if "base" in named:
-        found["base"] = next(base for size, base in BASES.items() if f"{size} base" in said)
+        found["base"] = next(
+            base for size, base in BASES.items() if f"{size} base" in said
+        )
     return found | ({"mix": "idae-720k"} if "mix" in named else {})
 
 
@@ -248,7 +309,9 @@ def written(*parameters):
     filled = {
         "root": [pesc.root(chosen["base"], chosen["mix"])],
         "arm": arms,
-        "arm}/{what": [f"{arm}/{what}" for arm in arms for what in routing.summary(ROUTED)],
+        "arm}/{what": [
+            f"{arm}/{what}" for arm in arms for what in routing.summary(ROUTED)
+        ],
         "domain": evaluation.by_benchmark(table, pesc.GROUPS).domain.unique(),
         "task": {"gsm8k"} & {*tasks},
     }
@@ -256,16 +319,23 @@ def written(*parameters):
     def choices(place):
         return f"(?:{'|'.join(filled[place[1]])})" if place[1] in filled else r"[\w-]+"
 
-    return "|".join(re.sub(r"\{(arm\}/\{what|\w+)[^}]*\}", choices, name) for name in names)
+    return "|".join(
+        re.sub(r"\{(arm\}/\{what|\w+)[^}]*\}", choices, name) for name in names
+    )
 
 
-@pytest.mark.parametrize(("claim", "scale"), CASES, ids=[f"{c.id}-{s}" for c, s in CASES])
+@pytest.mark.parametrize(
+    ("claim", "scale"), CASES, ids=[f"{c.id}-{s}" for c, s in CASES]
+)
 def test_a_cell_writes_the_claims_value_at_the_scale(claim, scale):
     chosen = settings(scale, claim.why)
     assert re.fullmatch(written(*chosen.items()), claim.value), "no cell records it"
     for reference in claim.values[1:]:
         smaller = {**chosen, "mix": settings(scale, "")["mix"]}
-        both = written(*chosen.items()), written(*smaller.items())  # of two runs with `mix`
+        both = (
+            written(*chosen.items()),
+            written(*smaller.items()),
+        )  # of two runs with `mix`
         assert re.fullmatch("|".join(both), reference), "no cell records the other side"
 
 

@@ -17,7 +17,11 @@ from moebook.analysis.routers import statistics
 from moebook.data import padded
 from moebook.methods import upcycling
 from moebook.methods.upcycling import starts
-from moebook.methods.upcycling.representations import Representations, perplexities, sampled
+from moebook.methods.upcycling.representations import (
+    Representations,
+    perplexities,
+    sampled,
+)
 from moebook.models import fingerprint
 from moebook.nn import hooked
 from tests.refusals import refused
@@ -64,27 +68,42 @@ def naive(model, batches, tensor):
     for batch in batches:
         seen = {}
         attentions = {i: layer.self_attn for i, layer in enumerate(layers)}
-        with hooked(attentions, lambda i, args, out, seen=seen: seen.update({i: out[0]})):
+        with hooked(
+            attentions, lambda i, args, out, seen=seen: seen.update({i: out[0]})
+        ):
             states = model(**batch, output_hidden_states=True).hidden_states
         for i, layer in enumerate(layers):
             gemma = hasattr(layer, "pre_feedforward_layernorm")
-            after = hasattr(layer, "post_feedforward_layernorm")  # and a norm after the attention
+            # And a norm after the attention.
+            after = hasattr(layer, "post_feedforward_layernorm")
             added = layer.post_attention_layernorm(seen[i]) if after else seen[i]
-            norm = layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm
-            norm = norm if gemma or not after else torch.nn.Identity()  # OLMo 2 has none there
+            norm = (
+                layer.pre_feedforward_layernorm
+                if gemma
+                else layer.post_attention_layernorm
+            )
+            # OLMo 2 has none there.
+            norm = norm if gemma or not after else torch.nn.Identity()
             value = {"block_input": states[i], "attention_output": seen[i]}
-            value |= {"residual": states[i] + added, "ffn_input": norm(states[i] + added)}
+            value |= {
+                "residual": states[i] + added,
+                "ffn_input": norm(states[i] + added),
+            }
             collected[i].append(value[tensor])
     return collected
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Olmo2"])
-@pytest.mark.parametrize("tensor", ["attention_output", "residual", "ffn_input", "block_input"])
+@pytest.mark.parametrize(
+    "tensor", ["attention_output", "residual", "ffn_input", "block_input"]
+)
 def test_collection_equals_a_naive_full_one(family, tensor, host):
     model, batches = host(family), texts(3)
     got = upcycling.collect(model, {"a": batches[:2], "b": batches[2:]}, tensor=tensor)
     for layer, parts in enumerate(naive(model, batches, tensor)):
-        rows = [p[b["attention_mask"].bool()] for p, b in zip(parts, batches, strict=True)]
+        rows = [
+            p[b["attention_mask"].bool()] for p, b in zip(parts, batches, strict=True)
+        ]
         torch.testing.assert_close(got.points[layer], torch.cat(rows))
     assert got.labels.tolist() == [0] * 56 + [1] * 28
     assert (got.tasks, got.tensor, got.base) == (("a", "b"), tensor, fingerprint(model))
@@ -96,7 +115,10 @@ def test_last_and_mean_take_one_vector_a_row(tokens, host):
     got = upcycling.collect(model, {"a": batches}, tensor="residual", tokens=tokens)
     ends = torch.tensor([7, 3, 7, 7])
     for layer, parts in enumerate(naive(model, batches, "residual")):
-        rows = [part[torch.arange(4), ends] if tokens == "last" else part.mean(1) for part in parts]
+        rows = [
+            part[torch.arange(4), ends] if tokens == "last" else part.mean(1)
+            for part in parts
+        ]
         torch.testing.assert_close(got.points[layer], torch.cat(rows))
     torch.testing.assert_close(got.means()[:, 0], got.points.mean(1))
 
@@ -105,15 +127,22 @@ def test_some_tasks_of_a_collection_are_what_would_be_collected_from_them_alone(
     model, tasks = host(), {name: texts(2) for name in ("a", "b", "c")}
     every = upcycling.collect(model, tasks)
     for names in (("a", "b"), ("b", "c"), ("c",)):
-        part, alone = every.only(*names), upcycling.collect(model, {n: tasks[n] for n in names})
-        assert torch.equal(part.points, alone.points) and torch.equal(part.labels, alone.labels)
+        part, alone = (
+            every.only(*names),
+            upcycling.collect(model, {n: tasks[n] for n in names}),
+        )
+        assert torch.equal(part.points, alone.points) and torch.equal(
+            part.labels, alone.labels
+        )
         assert (part.tasks, part.base) == (alone.tasks, alone.base)
 
 
 def test_clouds_hold_a_mean_a_text_of_the_model_and_of_an_untrained_twin(host):
     model = host(initializer_range=0.02)
     random_numbers = torch.random.get_rng_state()
-    clouds = upcycling.clouds(model, letters, {"code": ["ab", "q"], "text": ["xyz"]}, seed=3)
+    clouds = upcycling.clouds(
+        model, letters, {"code": ["ab", "q"], "text": ["xyz"]}, seed=3
+    )
     assert torch.equal(torch.random.get_rng_state(), random_numbers)
     assert clouds["random"].labels.tolist() == [0, 0, 1]
     torch.manual_seed(3)
@@ -133,7 +162,9 @@ def test_a_share_is_drawn_token_by_token_however_the_text_is_cut(host):
         taken = np.random.default_rng([seed, 0]).random(everything.shape[1]) < 0.2
         assert 35 < taken.sum() < 95  # of 300
         for batches in (whole, rows):
-            sample = upcycling.collect(model, {"a": batches}, share=0.2, seed=seed).points
+            sample = upcycling.collect(
+                model, {"a": batches}, share=0.2, seed=seed
+            ).points
             torch.testing.assert_close(sample, everything[:, taken])
 
 
@@ -175,7 +206,8 @@ def test_what_collection_holds_does_not_grow_with_the_text(host):
         peaks.append(held.peak)
     with Held() as held, torch.no_grad():
         model.model(**batches[0])
-    bound = 1 * 60 * 2 * 32 * 4  # tasks * limit * L * D * 4 bytes, as the docstring states it
+    # Tasks * limit * L * D * 4 bytes, as the docstring states it.
+    bound = 1 * 60 * 2 * 32 * 4
     chunk = 28 * 2 * 32 * 4  # one batch's
     assert got.points.untyped_storage().nbytes() == bound
     assert peaks[1] <= peaks[0] + 256
@@ -201,7 +233,11 @@ def test_perplexities_are_those_of_one_row_at_a_time(host):
     got = perplexities(model, DATA, size=2)
     for row, value in zip(DATA, got.tolist(), strict=True):
         with torch.no_grad():
-            logs = model(input_ids=torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
+            logs = (
+                model(input_ids=torch.tensor([row["input_ids"]]))
+                .logits[0]
+                .log_softmax(-1)
+            )
         labels = enumerate(row["labels"])
         nats = [-logs[i - 1, t].item() for i, t in labels if i and t != -100]
         assert value == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
@@ -218,7 +254,9 @@ def test_the_hardest_share_of_each_task_is_kept_in_order(host):
     assert len(upcycling.hardest(model, {"a": data}, share=1)["a"]) == 60
 
 
-def states(*layers, labels=None, tasks=("a",), tensor="attention_output", base="b" * 64):
+def states(
+    *layers, labels=None, tasks=("a",), tensor="attention_output", base="b" * 64
+):
     """Representations from lists of points, one list a layer."""
     points = torch.tensor(layers, dtype=torch.float32)
     labels = torch.tensor(labels or [0] * points.shape[1])
@@ -232,12 +270,16 @@ TOY = [[0, 0], [10, 0], [0, 2], [10, 2], [0, 4]]
 def test_crsu_finds_the_centroids_of_a_hand_worked_toy():
     start = upcycling.crsu(states(TOY, TOY), 2)
     for layer in start.weights:
-        torch.testing.assert_close(layer[layer[:, 0].argsort()], torch.tensor([[0.0, 2], [10, 1]]))
+        torch.testing.assert_close(
+            layer[layer[:, 0].argsort()], torch.tensor([[0.0, 2], [10, 1]])
+        )
     assert start.base == "b" * 64
 
 
 def test_trsu_is_the_mean_of_each_task_or_its_clusters_the_largest_first():
-    start = upcycling.trsu(states(TOY, labels=[0, 1, 0, 1, 0], tasks=("code", "mathematics")))
+    start = upcycling.trsu(
+        states(TOY, labels=[0, 1, 0, 1, 0], tasks=("code", "mathematics"))
+    )
     torch.testing.assert_close(start.weights, torch.tensor([[[0.0, 2.0], [10.0, 1.0]]]))
     two = [*TOY, [5, 5], [5, 7], [9, 9]]
     start = upcycling.trsu(states(two, labels=[0] * 5 + [1] * 3, tasks=("x", "y")), 4)
@@ -247,7 +289,11 @@ def test_trsu_is_the_mean_of_each_task_or_its_clusters_the_largest_first():
 
 def test_random_starts_have_the_spread_they_name(host):
     model = host(hidden_size=64)
-    for kind, deviation in (("normal", 0.02), ("wide", 1.0), ("kaiming", 1 / math.sqrt(3 * 64))):
+    for kind, deviation in (
+        ("normal", 0.02),
+        ("wide", 1.0),
+        ("kaiming", 1 / math.sqrt(3 * 64)),
+    ):
         weights = upcycling.su(model, 16, kind=kind, seed=1).weights
         assert weights.shape == (2, 16, 64)
         assert weights.std().item() == pytest.approx(deviation, rel=0.05)
@@ -267,7 +313,9 @@ def by_hand(model, texts, mode):
         states = torch.stack([total, total])
     else:
         batch = {"input_ids": ids, "attention_mask": mask}
-        hidden = torch.cat([torch.stack(each) for each in naive(model, [batch], "block_input")])
+        hidden = torch.cat(
+            [torch.stack(each) for each in naive(model, [batch], "block_input")]
+        )
         states = (hidden[:, :, -1] if mode == "hidden" else hidden.mean(2)).mean(1)
     return (states / states.norm(dim=-1, keepdim=True)).detach()
 
@@ -280,7 +328,9 @@ def test_prompts_of_the_tasks_are_dealt_to_the_experts_in_the_order_of_their_nam
     monkeypatch.setattr(starts, "PROMPTS", 3)
     start = upcycling.prompted(model, Letters(), ROWS, 2, mode=mode, max_length=4)
     for expert, texts in enumerate((["ab", "xy", "bq"], ["cdc"])):  # of a and b, of c
-        torch.testing.assert_close(start.weights[:, expert], by_hand(model, texts, mode))
+        torch.testing.assert_close(
+            start.weights[:, expert], by_hand(model, texts, mode)
+        )
     assert start.base == fingerprint(model)
 
 
@@ -305,7 +355,9 @@ MERGEKITS = {
         [[0.01182, 0.04772, 0.06072], [0.06439, 0.05962, 0.05077]],
         [[0.02998, 0.06815, 0.06426], [0.05339, 0.07902, 0.02986]],
     ],
-    ("<|bos|>", "cheap_embed"): [[[0.12190, -0.08123, -0.00510], [-0.03465, 0.00781, -0.03232]]],
+    ("<|bos|>", "cheap_embed"): [
+        [[0.12190, -0.08123, -0.00510], [-0.03465, 0.00781, -0.03232]]
+    ],
     (None, "hidden"): [
         [[-0.13457, -0.11094, 0.12667], [-0.07808, -0.00714, -0.03858]],
         [[-0.05248, -0.02026, -0.03884], [0.03788, 0.06898, -0.08125]],
@@ -318,13 +370,21 @@ MERGEKITS = {
         [[-0.00047, 0.03997, 0.03574], [0.01268, 0.07299, -0.06020]],
         [[0.01810, 0.06671, -0.00185], [-0.00534, 0.08665, -0.05892]],
     ],
-    (None, "cheap_embed"): [[[0.10477, -0.11975, 0.02410], [-0.06345, -0.03595, 0.00185]]],
+    (None, "cheap_embed"): [
+        [[0.10477, -0.11975, 0.02410], [-0.06345, -0.03595, 0.00185]]
+    ],
 }
 
 
 def _prompted(tokenizer, mode):
-    rows = [{"task": task, "prompt": text} for task, texts in ASKED.items() for text in texts]
-    return upcycling.prompted(models.load("nano")[0], tokenizer, rows, 2, mode=mode).weights
+    rows = [
+        {"task": task, "prompt": text}
+        for task, texts in ASKED.items()
+        for text in texts
+    ]
+    return upcycling.prompted(
+        models.load("nano")[0], tokenizer, rows, 2, mode=mode
+    ).weights
 
 
 @pytest.mark.parametrize(("bos", "mode"), MERGEKITS)
@@ -345,7 +405,9 @@ def test_special_tokens_that_a_tokenizer_adds_are_not_in_a_prompts_start():
     )
     ids = adding("gcd")["input_ids"]
     assert (ids[0], ids[-1]) == (adding.bos_token_id, adding.eos_token_id)
-    assert torch.equal(_prompted(adding, "cheap_embed"), _prompted(plain, "cheap_embed"))
+    assert torch.equal(
+        _prompted(adding, "cheap_embed"), _prompted(plain, "cheap_embed")
+    )
 
 
 def test_matched_starts_give_logits_of_deviation_1_and_unit_ones_rows_of_length_1(host):
@@ -355,7 +417,9 @@ def test_matched_starts_give_logits_of_deviation_1_and_unit_ones_rows_of_length_
     raw = upcycling.crsu(upcycling.collect(model, text), 4)
     start = upcycling.scaled(raw, "matched", inputs=inputs)
     sparse = upcycling.upcycle(model, upcycling.Config(combine="renormalised"), start)
-    assert statistics(sparse, text["a"]).scale.tolist() == pytest.approx([1.0, 1.0], rel=1e-4)
+    assert statistics(sparse, text["a"]).scale.tolist() == pytest.approx(
+        [1.0, 1.0], rel=1e-4
+    )
     assert upcycling.scaled(start, "raw") is start
     lengths = upcycling.scaled(start, "unit").weights.norm(dim=-1)
     torch.testing.assert_close(lengths, torch.ones(2, 4))
@@ -381,26 +445,49 @@ def matched(model, inputs, scale="matched"):
     return upcycling.scaled(upcycling.crsu(states(TOY), 2), scale, inputs=inputs)
 
 
-@pytest.mark.parametrize(("code", "ask", "given"), [
-    ("E-CHOICE: tensor is 'attn'", functools.partial(upcycling.collect, tensor="attn"), ({},)),
-    ("E-DATA: task 'law' has no instances", upcycling.collect, ({"law": []},)),
-    ("E-DATA: no tasks", upcycling.collect, ({},)),
-    ("'law' has 3 instances, .* 0.05 needs 20", upcycling.hardest, ({"law": DATA},)),
-    ("task 'law' has 0 instances", upcycling.hardest, ({"law": DATA.select([])},)),
-    ("E-NONFINITE: row 0", perplexities, (MUTE,)), ("E-DATA: no task 'law'", FEW.only, ("law",)),
-    ("E-CHOICE: mode is 'hiden'", prompts, (ROWS, 2, "hiden")),
-    ("E-DATA: 3 tasks cannot be dealt out to 4 experts", prompts, (ROWS, 4)),
-    ("E-DATA: the prompts of task d hold no tokens", prompts, (EMPTY, 2)),
-    ("E-MODEL: the tokenizer has neither BOS nor EOS", unpadded, ()),
-    ("E-CHOICE: scale is 'matchd'", matched, (None, "matchd")),
-    ("E-DATA.*ffn_input", matched, (None,)), ("E-DATA.*ffn_input", matched, (states(TOY),)),
-    ("E-BASE", matched, (states(TOY, tensor="ffn_input", base="d" * 64),)),
-    ("E-DATA.*all equal", matched, (states([[0, 0], [0, 0]], tensor="ffn_input"),)),
-    ("layer 0: 3 centroids asked for.* 2 distinct points", upcycling.crsu, (FEW, 3)),
-    ("task 'law', layer 0: 2 centroids", upcycling.trsu, (SPLIT, 4)),
-    ("E-RANGE: experts is 3, expected a multiple of 2 tasks", upcycling.trsu, (SPLIT, 3)),
-    ("E-NONFINITE: layer 0", upcycling.crsu, (states([[0, math.nan], [1, 1]]), 2)),
-])  # fmt: skip
-def test_what_cannot_be_collected_scored_or_made_a_start_is_refused(code, ask, given, host):
+@pytest.mark.parametrize(
+    ("code", "ask", "given"),
+    [
+        (
+            "E-CHOICE: tensor is 'attn'",
+            functools.partial(upcycling.collect, tensor="attn"),
+            ({},),
+        ),
+        ("E-DATA: task 'law' has no instances", upcycling.collect, ({"law": []},)),
+        ("E-DATA: no tasks", upcycling.collect, ({},)),
+        (
+            "'law' has 3 instances, .* 0.05 needs 20",
+            upcycling.hardest,
+            ({"law": DATA},),
+        ),
+        ("task 'law' has 0 instances", upcycling.hardest, ({"law": DATA.select([])},)),
+        ("E-NONFINITE: row 0", perplexities, (MUTE,)),
+        ("E-DATA: no task 'law'", FEW.only, ("law",)),
+        ("E-CHOICE: mode is 'hiden'", prompts, (ROWS, 2, "hiden")),
+        ("E-DATA: 3 tasks cannot be dealt out to 4 experts", prompts, (ROWS, 4)),
+        ("E-DATA: the prompts of task d hold no tokens", prompts, (EMPTY, 2)),
+        ("E-MODEL: the tokenizer has neither BOS nor EOS", unpadded, ()),
+        ("E-CHOICE: scale is 'matchd'", matched, (None, "matchd")),
+        ("E-DATA.*ffn_input", matched, (None,)),
+        ("E-DATA.*ffn_input", matched, (states(TOY),)),
+        ("E-BASE", matched, (states(TOY, tensor="ffn_input", base="d" * 64),)),
+        ("E-DATA.*all equal", matched, (states([[0, 0], [0, 0]], tensor="ffn_input"),)),
+        (
+            "layer 0: 3 centroids asked for.* 2 distinct points",
+            upcycling.crsu,
+            (FEW, 3),
+        ),
+        ("task 'law', layer 0: 2 centroids", upcycling.trsu, (SPLIT, 4)),
+        (
+            "E-RANGE: experts is 3, expected a multiple of 2 tasks",
+            upcycling.trsu,
+            (SPLIT, 3),
+        ),
+        ("E-NONFINITE: layer 0", upcycling.crsu, (states([[0, math.nan], [1, 1]]), 2)),
+    ],
+)
+def test_what_cannot_be_collected_scored_or_made_a_start_is_refused(
+    code, ask, given, host
+):
     model = () if ask in (upcycling.crsu, upcycling.trsu, FEW.only) else (host(),)
     refused(code, ask, *model, *given)

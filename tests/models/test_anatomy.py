@@ -17,12 +17,16 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SPARSE = ("Mixtral", "Olmoe", "DeepseekV2", "Qwen3Moe")
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"])
+@pytest.mark.parametrize(
+    "family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"]
+)
 def test_dense_families_show_their_mlps(family):
     model = build(family)
     found = anatomy(model)
     assert (found.hidden, found.decoder) == (32, model.model)
-    for index, (layer, block) in enumerate(zip(found.layers, model.model.layers, strict=True)):
+    for index, (layer, block) in enumerate(
+        zip(found.layers, model.model.layers, strict=True)
+    ):
         assert (layer.index, layer.kind, layer.width, layer.block) == (
             index,
             "dense",
@@ -36,7 +40,9 @@ def test_dense_families_show_their_mlps(family):
 
 
 def test_a_model_that_calls_itself_its_decoder_shows_its_layers():
-    model = build("Llama4", intermediate_size_mlp=40, num_local_experts=4, moe_layers=[1])
+    model = build(
+        "Llama4", intermediate_size_mlp=40, num_local_experts=4, moe_layers=[1]
+    )
     found = [(layer.kind, layer.width) for layer in anatomy(model).layers]
     assert found == [("dense", 40), ("sparse", 40)]
     assert model.get_decoder() is model and anatomy(model).decoder is model.model
@@ -50,7 +56,11 @@ def test_sparse_families_show_router_and_fused_experts(family):
     experts = len(layer.router.weight)
     assert layer.experts.gate_up_proj.shape == (experts, 2 * 16, 32)
     assert layer.experts.down_proj.shape == (experts, 32, 16)
-    assert (layer.shared is not None) == (family == "DeepseekV2") == (first.kind == "dense")
+    assert (
+        (layer.shared is not None)
+        == (family == "DeepseekV2")
+        == (first.kind == "dense")
+    )
 
 
 def test_transposed_experts_show_their_own_width():
@@ -58,7 +68,9 @@ def test_transposed_experts_show_their_own_width():
     assert layer.experts.down_proj.shape == (4, 40, 32) and layer.width == 40
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT 0.21
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing:FutureWarning"
+)  # PEFT 0.21
 def test_a_peft_wrapper_is_looked_through_and_experts_that_it_adapts_are_shown_as_they_were():
     model = build("Mixtral", **MIXTURES["Mixtral"])
     decoder, experts = model.model, [layer.experts for layer in anatomy(model).layers]
@@ -93,7 +105,9 @@ def test_a_model_without_gated_mlps_is_refused_with_the_classes_seen(family, wor
 
 
 @pytest.mark.parametrize("family", SPARSE)
-def test_training_and_generation_with_our_experts_equal_those_of_transformers(family, monkeypatch):
+def test_training_and_generation_with_our_experts_equal_those_of_transformers(
+    family, monkeypatch
+):
     rows = []
 
     def counted(x, *args):
@@ -104,7 +118,9 @@ def test_training_and_generation_with_our_experts_equal_those_of_transformers(fa
     models.register_experts()
     model = build(family, torch.float64, **MIXTURES[family])
     ids, seen = torch.randint(2, 48, (2, 9)), []
-    for parameter in model.parameters():  # some families start so small that nothing would show
+    for (
+        parameter
+    ) in model.parameters():  # some families start so small that nothing would show
         nn.init.normal_(parameter, std=0.3)
     for implementation in ("eager", "moebook"):
         model.set_experts_implementation(implementation)
@@ -117,7 +133,9 @@ def test_training_and_generation_with_our_experts_equal_those_of_transformers(fa
     (loss, grads, tokens), (our_loss, our_grads, our_tokens) = seen
     torch.testing.assert_close(our_loss, loss, rtol=1e-10, atol=0)
     torch.testing.assert_close(our_grads, grads, rtol=1e-8, atol=1e-10)
-    assert any("experts" in name and grad.abs().sum() > 0 for name, grad in grads.items())
+    assert any(
+        "experts" in name and grad.abs().sum() > 0 for name, grad in grads.items()
+    )
     assert torch.equal(our_tokens, tokens)
     # Ours ran: all 18 tokens in training, then two prompts of four, then two tokens at
     # a time.
@@ -128,5 +146,7 @@ def test_experts_of_another_form_are_refused():
     models.register_experts()
     model = build("GptOss", num_local_experts=4, num_experts_per_tok=2)
     model.set_experts_implementation("moebook")
-    with pytest.raises(Refusal, match="E-MODEL: GptOssExperts: experts implementation 'moebook'"):
+    with pytest.raises(
+        Refusal, match="E-MODEL: GptOssExperts: experts implementation 'moebook'"
+    ):
         model(input_ids=torch.tensor([[3, 4]]))

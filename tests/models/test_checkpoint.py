@@ -40,7 +40,9 @@ def point_outside(folder):
     content = json.loads(manifest.read_text())
     content["files"]["../../x"] = content["files"].pop("a.json")
     manifest.write_text(json.dumps(content))
-    (folder / checkpoint.DIGEST).write_text(f"{results.digest(manifest)}  {manifest.name}\n")
+    (folder / checkpoint.DIGEST).write_text(
+        f"{results.digest(manifest)}  {manifest.name}\n"
+    )
 
 
 CHANGES = {
@@ -92,19 +94,27 @@ def test_a_fingerprint_is_the_one_worked_out_by_hand_and_tells_bits_dtypes_and_n
         model.bias.copy_(torch.tensor([3.0]))
     expected = hashlib.sha256()
     expected.update(b"bias (1,) torch.float32\n" + bytes.fromhex("00004040"))
-    expected.update(b"weight (1, 2) torch.float32\n" + bytes.fromhex("0000803f00000040"))
+    expected.update(
+        b"weight (1, 2) torch.float32\n" + bytes.fromhex("0000803f00000040")
+    )
     assert fingerprint(model) == expected.hexdigest()
     flipped, renamed = nn.Sequential(nn.Linear(2, 2)), nn.Module()
     renamed.add_module("1", flipped[0])
     first, other = fingerprint(flipped), fingerprint(renamed)
     flipped[0].weight.data.view(torch.int32)[0] ^= 1
-    assert len({first, other, fingerprint(flipped), fingerprint(flipped.bfloat16())}) == 4
+    assert (
+        len({first, other, fingerprint(flipped), fingerprint(flipped.bfloat16())}) == 4
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_the_same_base_has_the_same_fingerprint_inside_a_peft_wrapper(tiny):
-    wrapped = get_peft_model(tiny(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    wrapped = get_peft_model(
+        tiny(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    )
     assert fingerprint(wrapped) == fingerprint(tiny())
     with torch.no_grad():
-        wrapped.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight[0, 0] += 1
+        wrapped.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight[
+            0, 0
+        ] += 1
     assert fingerprint(wrapped) != fingerprint(tiny())

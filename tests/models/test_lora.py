@@ -26,7 +26,9 @@ def layers(*, bias=False, dtype=torch.float64, share=SHARE):
     """A layer as we put it on, and PEFT's own around the same weights and with our dropout."""
     torch.manual_seed(0)
     host = nn.ModuleDict({"layer": nn.Linear(12, 20, bias=bias).to(dtype)})
-    config = LoraConfig(r=4, lora_alpha=4 * SCALE, lora_dropout=share, target_modules=["layer"])
+    config = LoraConfig(
+        r=4, lora_alpha=4 * SCALE, lora_dropout=share, target_modules=["layer"]
+    )
     ours = lora.put_on(host, config)["layer"].to(dtype).train()
     for part in ours.parameters():
         nn.init.normal_(part)
@@ -82,8 +84,12 @@ NOT_PLAIN = {
     "base in 16 bits": lambda layer: layer.base_layer.bfloat16(),
     "switched off": lambda layer: layer.enable_adapters(False),
     "no dropout": lambda layer: layer.lora_dropout.update({"default": nn.Identity()}),
-    "dropout of nothing": lambda layer: layer.lora_dropout.update({"default": Dropout(0.0)}),
-    "another base": lambda layer: setattr(layer, "base_layer", nn.Sequential(layer.base_layer)),
+    "dropout of nothing": lambda layer: layer.lora_dropout.update(
+        {"default": Dropout(0.0)}
+    ),
+    "another base": lambda layer: setattr(
+        layer, "base_layer", nn.Sequential(layer.base_layer)
+    ),
 }
 
 
@@ -122,7 +128,9 @@ def test_masks_are_drawn_at_the_rate_and_anew_at_each_pass():
     # A row reads one element of x: dropped, or scaled up so that the mean stays.
     assert first.unique().tolist() == pytest.approx([0.0, SCALE / (1 - SHARE)])
     deviation = (SHARE * (1 - SHARE) / len(x)) ** 0.5
-    assert float((first == 0).double().mean()) == pytest.approx(SHARE, abs=4 * deviation)
+    assert float((first == 0).double().mean()) == pytest.approx(
+        SHARE, abs=4 * deviation
+    )
     assert not torch.equal(first, ours(x)[:, 0])
 
 
@@ -138,7 +146,9 @@ def test_on_another_device_it_is_pefts_own():
 def test_peft_saves_loads_and_merges_our_layers_as_its_own(tmp_path):
     torch.manual_seed(0)
     host = nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 4))
-    config = LoraConfig(r=4, lora_alpha=8, lora_dropout=SHARE, target_modules=["0", "1"])
+    config = LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=SHARE, target_modules=["0", "1"]
+    )
     ours = lora.in_wrapper(copy.deepcopy(host), config)
     theirs = get_peft_model(copy.deepcopy(host), config)
     assert {type(layer) for layer in ours.modules() if isinstance(layer, Linear)} == {

@@ -43,7 +43,9 @@ def test_masks_have_the_distribution_of_torchs_dropout():
     ours = (dropout(torch.ones(2**15, 64), 0.1) != 0).sum(1)
     torch.manual_seed(3)
     theirs = (nn.functional.dropout(torch.ones(2**15, 64), 0.1) != 0).sum(1)
-    counts = [torch.bincount(part, minlength=65)[50:65].double() for part in (ours, theirs)]
+    counts = [
+        torch.bincount(part, minlength=65)[50:65].double() for part in (ours, theirs)
+    ]
     both = sum(counts)
     used = both >= 20
     statistic = ((counts[0] - counts[1]).square() / both)[used].sum()
@@ -52,7 +54,9 @@ def test_masks_have_the_distribution_of_torchs_dropout():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 5), (0, 4), ()])
-def test_what_stays_is_scaled_and_its_gradient_has_the_same_mask_and_scale(shape, dtype):
+def test_what_stays_is_scaled_and_its_gradient_has_the_same_mask_and_scale(
+    shape, dtype
+):
     x = (torch.rand(shape, dtype=torch.float64) + 1).to(dtype).requires_grad_()
     y = dropout(x, 0.25)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
@@ -60,7 +64,9 @@ def test_what_stays_is_scaled_and_its_gradient_has_the_same_mask_and_scale(shape
     scale = torch.tensor(1 / (1 - 0.25), dtype=dtype)
     mask = y != 0
     assert torch.equal(y, torch.where(mask, x * scale, 0))
-    assert torch.equal(x.grad, torch.where(mask, 3 * scale, torch.zeros((), dtype=dtype)))
+    assert torch.equal(
+        x.grad, torch.where(mask, 3 * scale, torch.zeros((), dtype=dtype))
+    )
 
 
 def test_the_mean_of_the_output_and_of_the_gradient_is_that_of_the_input():
@@ -99,17 +105,24 @@ def test_the_module_is_torchs_outside_of_training_and_at_the_ends():
 
 def test_elsewhere_than_on_a_cpu_it_is_torchs(monkeypatch):
     asked = []
-    monkeypatch.setattr(nn.functional, "dropout", lambda x, share: asked.append(share) or x)
+    monkeypatch.setattr(
+        nn.functional, "dropout", lambda x, share: asked.append(share) or x
+    )
     dropout(torch.empty(4, device="meta"), 0.5)
     dropout(torch.empty(4), 0.5)
     assert asked == [0.5]
 
 
 def test_every_lora_that_is_put_on_has_it(tiny):
-    config = rocket.bank.LoraConfig(r=2, lora_dropout=0.2, target_modules=["q_proj", "v_proj"])
+    config = rocket.bank.LoraConfig(
+        r=2, lora_dropout=0.2, target_modules=["q_proj", "v_proj"]
+    )
     settings = pesc.Config(experts=2, adapter_width=4, lora_rank=2, host="lora")
     for model in (in_wrapper(tiny(), config), pesc.prepare(tiny(), settings)):
         drops = [part for part in model.modules() if isinstance(part, nn.Dropout)]
         assert drops and {type(part) for part in drops} == {Dropout}
-        assert all(type(part) is Dropout for part in copy.deepcopy(model).modules()
-                   if isinstance(part, nn.Dropout))  # fmt: skip
+        assert all(
+            type(part) is Dropout
+            for part in copy.deepcopy(model).modules()
+            if isinstance(part, nn.Dropout)
+        )

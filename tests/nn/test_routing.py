@@ -26,7 +26,9 @@ class Decoder(nn.Module):
     def __init__(self):
         super().__init__()
         self.trace = Trace()
-        self.blocks = nn.ModuleList(Router(6, 4, 2, layer=i, trace=self.trace) for i in (0, 1))
+        self.blocks = nn.ModuleList(
+            Router(6, 4, 2, layer=i, trace=self.trace) for i in (0, 1)
+        )
         self.trace.follow(self)
 
     def forward(self, x, attention_mask=None):
@@ -52,7 +54,9 @@ def test_each_pass_replaces_the_one_before_and_a_copy_has_a_trace_of_its_own():
     assert (twin.tokens(), decoder.tokens()) == ([4, 4], [5, 5])
     for training in (True, False):
         twin.train(training)(torch.randn(1, 3, 6))
-        graphs = {decision.logits.requires_grad for decision in twin.trace.decisions.values()}
+        graphs = {
+            decision.logits.requires_grad for decision in twin.trace.decisions.values()
+        }
         assert graphs == {training}, "logits keep their graph in training alone"
 
 
@@ -113,7 +117,13 @@ def test_observed_are_logits_choices_gates_and_real_tokens_of_our_routers():
     assert not any(gate._forward_hooks for gate in model.gates)
     with pytest.raises(Refusal, match=r"E-SHAPE: observe: .*got \(2, 6\), \(2, 5\)"):
         observe(model, {}, BATCH | {"attention_mask": torch.ones(2, 5)})
-    refused("E-MODEL: Embedding does not return", observe, model, {0: model.embedding}, BATCH)
+    refused(
+        "E-MODEL: Embedding does not return",
+        observe,
+        model,
+        {0: model.embedding},
+        BATCH,
+    )
 
 
 # What of transformers' mixtures is not read, and why.
@@ -147,7 +157,9 @@ def plain(model):
 def ratio(one, other):
     """The constant by which one tensor exceeds another, which is a multiple of it."""
     constant = float((one * other).sum() / (other * other).sum())
-    torch.testing.assert_close(one, constant * other, rtol=1e-4, atol=1e-4 * float(one.abs().max()))
+    torch.testing.assert_close(
+        one, constant * other, rtol=1e-4, atol=1e-4 * float(one.abs().max())
+    )
     return constant
 
 
@@ -168,7 +180,10 @@ def test_gates_times_the_experts_outputs_are_each_familys_block(kind):
     def keep(index, _, output):  # GPT-OSS puts out its router's scores too
         put_out[index] = output[0] if isinstance(output, tuple) else output
 
-    with hooked(blocks, keep), hooked(experts, lambda index, args, _: given.update({index: args})):
+    with (
+        hooked(blocks, keep),
+        hooked(experts, lambda index, args, _: given.update({index: args})),
+    ):
         seen = decisions(model, TOKENS)
     assert seen.keys() == layers.keys()
     for index, decision in seen.items():
@@ -180,7 +195,9 @@ def test_gates_times_the_experts_outputs_are_each_familys_block(kind):
             alone = layers[index].experts(x, ids, one.expand(ids.shape))
             whole += gates[:, [choice]] * alone
         assert ratio(weights, gates) == pytest.approx(decision.factor, rel=1e-5)
-        assert decision.factor == pytest.approx(1) or decision.factor == pytest.approx(SCALE)
+        assert decision.factor == pytest.approx(1) or decision.factor == pytest.approx(
+            SCALE
+        )
         assert abs(ratio(put_out[index].flatten(0, 1), whole)) > 0.1
         assert (gates >= 0).all() and (gates <= 1 + 1e-6).all()
 
@@ -198,7 +215,9 @@ class Times(nn.Module):
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.826, 16.0])
-@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "afmoe"])
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "afmoe"]
+)
 def test_a_factor_of_any_name_is_no_part_of_the_gates(kind, factor):
     """Also where the pass tells nothing: of one token, and by a router of zeros."""
     for tokens, dtype, zeros in (
@@ -219,7 +238,9 @@ def test_a_factor_of_any_name_is_no_part_of_the_gates(kind, factor):
         assert torch.equal(scaled.ids, plain.ids)
         probabilities = plain.logits.softmax(-1).gather(-1, plain.ids)
         if kind not in ("olmoe", "deepseek_v2"):  # the others renormalise
-            probabilities = plain.weights.float() / plain.weights.float().sum(-1, keepdim=True)
+            probabilities = plain.weights.float() / plain.weights.float().sum(
+                -1, keepdim=True
+            )
         rounding = 1e-5 if dtype == torch.float32 else 0.01
         for gates in (plain.gates().float(), scaled.gates().float()):
             torch.testing.assert_close(gates, probabilities, rtol=rounding, atol=0)

@@ -61,8 +61,11 @@ class cuda:
 manual_seed = lambda seed: None
 get_num_threads = lambda: 1"""
 
-PROTOCOLS = {"smoke": "tier: smoke\ntop_k: 1\n", "nano": "tier: study\ntop_k: 4\n",
-             "study": "tier: study\ntop_k: 8\n"}  # fmt: skip
+PROTOCOLS = {
+    "smoke": "tier: smoke\ntop_k: 1\n",
+    "nano": "tier: study\ntop_k: 4\n",
+    "study": "tier: study\ntop_k: 8\n",
+}
 TOY = (IMPORTS, PARAMETERS, (MEASURE, ARMS, END), PROTOCOLS)
 
 
@@ -87,9 +90,17 @@ def ran(notebook, **parameters):
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(code, start=1):
         cell["execution_count"] = number
-    texts = {number: "".join(cell["source"]) for number, cell in enumerate(code, start=1)}
-    hashes = {str(number): results.files.cell_digest(text) for number, text in texts.items()}
-    note = {"parameters": parameters, "cells": hashes, "begun": "2026-11-27T09:23:57+00:00"}
+    texts = {
+        number: "".join(cell["source"]) for number, cell in enumerate(code, start=1)
+    }
+    hashes = {
+        str(number): results.files.cell_digest(text) for number, text in texts.items()
+    }
+    note = {
+        "parameters": parameters,
+        "cells": hashes,
+        "begun": "2026-11-27T09:23:57+00:00",
+    }
     code[0]["outputs"] = [new_output("display_data", {NOTE: note}), *code[0]["outputs"]]
 
 

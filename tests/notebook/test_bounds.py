@@ -58,22 +58,36 @@ def test_a_bound_that_every_trained_arm_keeps_is_found():
 
 
 @pytest.mark.parametrize("experts", [32, 64, 66])
-def test_a_router_that_uses_all_experts_alike_keeps_the_ended_bound_on_their_number_alone(experts):
+def test_a_router_that_uses_all_experts_alike_keeps_the_ended_bound_on_their_number_alone(
+    experts,
+):
     even = torch.full((experts,), 1 / experts, dtype=torch.float64)
     scores = esft.Scores({0: even}, {0: even})
-    chosen = esft.select(scores, esft.Config.preset("fixed", score="token", threshold=0.2))
+    chosen = esft.select(
+        scores, esft.Config.preset("fixed", score="token", threshold=0.2)
+    )
     share = chosen.count / experts
     bounds = ("esft.few-experts-are-trained", "esft.fewer-experts-than-an-even-router")
     old, new = map(papers.claim, bounds)
     assert side(old, share - old.reference, share - old.reference) == 1 and old.ended
-    assert side(new, share - new.reference, share - new.reference) == -1 and not new.ended
+    assert (
+        side(new, share - new.reference, share - new.reference) == -1 and not new.ended
+    )
     if experts == 66:
         assert share == pytest.approx(new.trivial, abs=1e-4)
-    assert esft.half_mass(scores)[0] == papers.claim("esft.routing-is-concentrated").trivial
+    assert (
+        esft.half_mass(scores)[0]
+        == papers.claim("esft.routing-is-concentrated").trivial
+    )
 
 
 def test_one_expert_for_every_token_is_less_even_than_the_bound_on_evenness():
-    shares = [1 / 2, 1 / 6, 1 / 6, 1 / 6]  # of the slots: two experts a token, four experts
+    shares = [
+        1 / 2,
+        1 / 6,
+        1 / 6,
+        1 / 6,
+    ]  # of the slots: two experts a token, four experts
     evenness = -sum(share * log(share) for share in shares) / log(4)
     assert evenness == pytest.approx(
         papers.claim("rocket.experts-are-used-evenly").trivial, abs=1e-4

@@ -50,15 +50,25 @@ def _line(findings, name):
 def test_the_operating_system_is_named_with_what_is_tested_on_it(monkeypatch):
     for system, told in (
         ("Linux", "on which everything is tested"),
-        ("Windows", "everything is tested on Linux; elsewhere only that the package imports"),
-        ("Darwin", "everything is tested on Linux; elsewhere only that the package imports"),
+        (
+            "Windows",
+            "everything is tested on Linux; elsewhere only that the package imports",
+        ),
+        (
+            "Darwin",
+            "everything is tested on Linux; elsewhere only that the package imports",
+        ),
     ):
         monkeypatch.setattr(platform, "system", lambda system=system: system)
         finding = doctor._system()
-        assert not finding.failures and system in finding.right and told in finding.right
+        assert (
+            not finding.failures and system in finding.right and told in finding.right
+        )
 
 
-def test_a_sandbox_that_is_lacking_is_named_with_what_it_is_for_and_its_remedy(healthy, tmp_path):
+def test_a_sandbox_that_is_lacking_is_named_with_what_it_is_for_and_its_remedy(
+    healthy, tmp_path
+):
     def lacking():
         refuse("E-SANDBOX", "there is none (no bwrap): install bubblewrap")
 
@@ -71,19 +81,45 @@ def test_a_sandbox_that_is_lacking_is_named_with_what_it_is_for_and_its_remedy(h
     assert "can be judged" in _line(doctor.examine(tmp_path), "sandbox (optional)")
 
 
-@pytest.mark.parametrize(("take", "told"), [
-    ((shutil, "disk_usage", lambda place: Free(1.5e9, 0)), "1.5 GB are free, 2.0 GB are needed"),
-    ((psutil, "virtual_memory", lambda: Free(0, 2e8)), "200 MB are free, 3.0 GB are needed: close"),
-    ((importlib.metadata, "requires", lambda name: ["numpy<1", "pip", "no-such", "x; extra=='x'"]),
-     f"packages: expected numpy<1 (found {np.__version__}), no-such (found none); pip install -U"),
-    ((doctor, "SMOKE", "raise OSError('libgomp.so.1')"), "OSError: libgomp.so.1; reinstall"),
-    ((doctor, "SMOKE", "raise MemoryError('2 GB')"), "ran out (MemoryError: 2 GB); close"),
-    ((doctor, "SMOKE", "import os; os.write(2, b'x\\ny\\n'); os._exit(7)"),
-     "smoke cell: no kernel: it ended with status 7; its last lines: x | y; free memory"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("take", "told"),
+    [
+        (
+            (shutil, "disk_usage", lambda place: Free(1.5e9, 0)),
+            "1.5 GB are free, 2.0 GB are needed",
+        ),
+        (
+            (psutil, "virtual_memory", lambda: Free(0, 2e8)),
+            "200 MB are free, 3.0 GB are needed: close",
+        ),
+        (
+            (
+                importlib.metadata,
+                "requires",
+                lambda name: ["numpy<1", "pip", "no-such", "x; extra=='x'"],
+            ),
+            f"packages: expected numpy<1 (found {np.__version__}), no-such (found none); "
+            "pip install -U",
+        ),
+        (
+            (doctor, "SMOKE", "raise OSError('libgomp.so.1')"),
+            "OSError: libgomp.so.1; reinstall",
+        ),
+        (
+            (doctor, "SMOKE", "raise MemoryError('2 GB')"),
+            "ran out (MemoryError: 2 GB); close",
+        ),
+        (
+            (doctor, "SMOKE", "import os; os.write(2, b'x\\ny\\n'); os._exit(7)"),
+            "smoke cell: no kernel: it ended with status 7; its last lines: x | y; free memory",
+        ),
+    ],
+)
 def test_what_is_missing_is_named_with_its_remedy(healthy, tmp_path, take, told):
     if take[1] != "SMOKE":
-        healthy.setattr(doctor, "_smoke", lambda folder: doctor.Finding("smoke cell", ()))
+        healthy.setattr(
+            doctor, "_smoke", lambda folder: doctor.Finding("smoke cell", ())
+        )
     healthy.setattr(*take)
     failures = _told(doctor.examine(tmp_path))
     assert len(failures) == 1 and told in failures[0] and "\n" not in failures[0]
@@ -92,7 +128,9 @@ def test_what_is_missing_is_named_with_its_remedy(healthy, tmp_path, take, told)
 @pytest.mark.parametrize(
     ("name", "kind"), [("requirements.lock", "lock"), ("results/SHA256SUMS", "sums")]
 )
-def test_windows_line_ends_are_named_where_bytes_are_hashed(healthy, tmp_path, name, kind):
+def test_windows_line_ends_are_named_where_bytes_are_hashed(
+    healthy, tmp_path, name, kind
+):
     healthy.setattr(doctor, "_smoke", lambda folder: doctor.Finding("smoke cell", ()))
     results.write(tmp_path / "_config.yml", "")
     results.write(tmp_path / "results" / "toy" / "0.parquet", b"PAR1\r\n")
@@ -128,4 +166,7 @@ sys.exit(cli.main(["doctor"]))"""
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
-    assert (process.returncode, told) == (130, "interrupted; nothing half-written was left\n")
+    assert (process.returncode, told) == (
+        130,
+        "interrupted; nothing half-written was left\n",
+    )

@@ -35,7 +35,12 @@ def _shown(mime, content):
 
 
 def _chunk(name, body):
-    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+    return (
+        struct.pack(">I", len(body))
+        + name
+        + body
+        + struct.pack(">I", zlib.crc32(name + body))
+    )
 
 
 def _png(*extra):
@@ -46,7 +51,9 @@ def _png(*extra):
 
 def test_text_and_tables_stay_and_colours_stderr_paths_and_other_types_go():
     written = "<script>evil()</script>"
-    assert _shown("text/plain", written) == written, "a model may write HTML: it stays text"
+    assert _shown("text/plain", written) == written, (
+        "a model may write HTML: it stays text"
+    )
     outputs, counts = _published(
         new_output("stream", name="stdout", text="\x1b[31mred\x1b[0m\tx\n"),
         new_output("stream", name="stderr", text="Kernel is running over TCP"),
@@ -57,9 +64,17 @@ def test_text_and_tables_stay_and_colours_stderr_paths_and_other_types_go():
     assert _shown("text/plain", text) == "notebooks/a.py .../b.txt '.../c.txt' 3/4 a/b"
     url = "https://example.org/home/me/data x:/y"
     assert publish.scrub(url, FOLDER) == (url, 0)
-    for mime in ("application/javascript", "application/vnd.jupyter.widget-view+json",
-                 "text/vnd.mermaid", "text/markdown", "text/latex", "image/jpeg", "image/svg+xml",
-                 "application/pdf", "application/papermill.record/text/html"):  # fmt: skip
+    for mime in (
+        "application/javascript",
+        "application/vnd.jupyter.widget-view+json",
+        "text/vnd.mermaid",
+        "text/markdown",
+        "text/latex",
+        "image/jpeg",
+        "image/svg+xml",
+        "application/pdf",
+        "application/papermill.record/text/html",
+    ):
         data = {mime: "alert(1)", "text/plain": "plain"}
         outputs, counts = _published(new_output("display_data", data))
         assert (outputs[0]["data"], counts) == ({"text/plain": "plain"}, {mime: 1})
@@ -71,41 +86,65 @@ def test_text_and_tables_stay_and_colours_stderr_paths_and_other_types_go():
     assert "a &lt; b" in shown and "&lt;img src=x onerror=evil()&gt;" in shown
 
 
-@pytest.mark.parametrize(("facts", "cells"), [
-    ({"device": Path("cpu"), "passes": 1 / 3}, [("device", "cpu"), ("passes", "0.3333")]),
-    ({"one": {"rows": 2}, "two": {"rows": 3}}, [("one", "2"), ("two", "3")]),
-    (pd.Series({"loss": 1.5, "rows": 4}), [("loss", "1.5"), ("rows", "4")]),
-    (upcycling.Config(top_k=1), [("top_k", "1"), ("combine", "probability")]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("facts", "cells"),
+    [
+        (
+            {"device": Path("cpu"), "passes": 1 / 3},
+            [("device", "cpu"), ("passes", "0.3333")],
+        ),
+        ({"one": {"rows": 2}, "two": {"rows": 3}}, [("one", "2"), ("two", "3")]),
+        (pd.Series({"loss": 1.5, "rows": 4}), [("loss", "1.5"), ("rows", "4")]),
+        (upcycling.Config(top_k=1), [("top_k", "1"), ("combine", "probability")]),
+    ],
+)
 def test_facts_series_and_settings_show_as_tables(facts, cells):
     lines = lxml.html.fromstring(_shown("text/html", table(facts))).iter("tr")
     texts = {tuple(cell.text_content().strip() for cell in line) for line in lines}
     assert texts >= set(cells)
 
 
-@pytest.mark.parametrize(("given", "reduced"), [
-    ("<table id='x' onclick='evil()' style='x'><tr><td colspan=2>1</td></tr></table>",
-     '<table><tr><td colspan="2">1</td></tr></table>'),
-    ("<table><tr><td><a href='javascript:evil()'>t</a></table>",
-     "<table><tr><td>t</td></tr></table>"),
-    ("</div></div><table></table>", "<table></table>"), ("<div>no table</div>", None),
-    ("<table></table><script>evil()</script><!-- c -->", "<table></table>"),
-    ("<table></table><script>evil()", "<table></table>"), ("<p>&lt;table></p>", None),
-    ("<svg><script>1</script></svg><table>&lt;script&gt;</table>",
-     "<table>&lt;script&gt;</table>"), ("<iframe srcdoc='<table>'>x</iframe>", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "reduced"),
+    [
+        (
+            "<table id='x' onclick='evil()' style='x'><tr><td colspan=2>1</td></tr></table>",
+            '<table><tr><td colspan="2">1</td></tr></table>',
+        ),
+        (
+            "<table><tr><td><a href='javascript:evil()'>t</a></table>",
+            "<table><tr><td>t</td></tr></table>",
+        ),
+        ("</div></div><table></table>", "<table></table>"),
+        ("<div>no table</div>", None),
+        ("<table></table><script>evil()</script><!-- c -->", "<table></table>"),
+        ("<table></table><script>evil()", "<table></table>"),
+        ("<p>&lt;table></p>", None),
+        (
+            "<svg><script>1</script></svg><table>&lt;script&gt;</table>",
+            "<table>&lt;script&gt;</table>",
+        ),
+        ("<iframe srcdoc='<table>'>x</iframe>", None),
+    ],
+)
 def test_html_is_reduced_to_tables(given, reduced):
     assert publish.reduced_table(given) == reduced
 
 
 def test_pictures_notebooks_and_cells_lose_their_metadata_and_keep_the_rest():
-    given = base64.encodebytes(_png(_chunk(b"tEXt", b"Author\x00me"), _chunk(b"eXIf", b"place")))
-    outputs, counts = _published(new_output("display_data", {"image/png": given.decode()}))
+    given = base64.encodebytes(
+        _png(_chunk(b"tEXt", b"Author\x00me"), _chunk(b"eXIf", b"place"))
+    )
+    outputs, counts = _published(
+        new_output("display_data", {"image/png": given.decode()})
+    )
     assert base64.b64decode(outputs[0]["data"]["image/png"]) == _png()
     assert counts == {"png metadata": 2}
     assert _shown("image/png", "no picture") is None
     shown = {"tags": ["a"], "mystnb": {"figure": {"caption": "c"}}}
-    cell = new_code_cell("x", execution_count=1, metadata=shown | {"execution": {"a": "now"}})
+    cell = new_code_cell(
+        "x", execution_count=1, metadata=shown | {"execution": {"a": "now"}}
+    )
     metadata = {"papermill": {"input_path": "/home/me/a"}, "widgets": {"state": {}}}
     notebook = new_notebook(cells=[cell], metadata=metadata)
     clean, counts = publish.clean(notebook, FOLDER)
@@ -114,19 +153,34 @@ def test_pictures_notebooks_and_cells_lose_their_metadata_and_keep_the_rest():
     assert "papermill" in notebook.metadata, "the given notebook stays as it was"
 
 
-@pytest.mark.parametrize(("text", "kind"), [
-    ("hf_" + "a1" * 15, "Hugging Face"), ("ghp_" + "a1" * 15, "GitHub"),
-    ("sk-" + "a1" * 15, "API key"), ("AKIA" + "A1" * 8, "AWS"),
-    ("https://me:pass@example.org", "password"), ("-----BEGIN RSA PRIVATE KEY-----", "private key"),
-    ("x canary-1234 y", "environment variable MY_SECRET"),
-])  # fmt: skip
-def test_a_secret_anywhere_in_the_text_is_refused_and_not_repeated(text, kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("hf_" + "a1" * 15, "Hugging Face"),
+        ("ghp_" + "a1" * 15, "GitHub"),
+        ("sk-" + "a1" * 15, "API key"),
+        ("AKIA" + "A1" * 8, "AWS"),
+        ("https://me:pass@example.org", "password"),
+        ("-----BEGIN RSA PRIVATE KEY-----", "private key"),
+        ("x canary-1234 y", "environment variable MY_SECRET"),
+    ],
+)
+def test_a_secret_anywhere_in_the_text_is_refused_and_not_repeated(
+    text, kind, monkeypatch
+):
     monkeypatch.setenv("MY_SECRET", "canary-1234")
     table = {"text/html": f"<table><tr><td>{text}</table>"}
-    outputs = (new_output("stream", name="stdout", text=text), new_output("display_data", table))
-    cells = [new_code_cell("x", outputs=[output], execution_count=1) for output in outputs]
+    outputs = (
+        new_output("stream", name="stdout", text=text),
+        new_output("display_data", table),
+    )
+    cells = [
+        new_code_cell("x", outputs=[output], execution_count=1) for output in outputs
+    ]
     for cell in (*cells, new_code_cell(f"token = '{text}'"), new_markdown_cell(text)):
-        refusal = refused(f"E-SECRET.*{kind}", publish.clean, new_notebook(cells=[cell]), FOLDER)
+        refusal = refused(
+            f"E-SECRET.*{kind}", publish.clean, new_notebook(cells=[cell]), FOLDER
+        )
         assert text not in str(refusal)
 
 
@@ -147,28 +201,56 @@ def _kept(mime, content):
 
 
 def test_recorded_values_curves_and_notes_pass_whole_and_are_harvested():
-    assert publish.values(_kept(VALUE, VALUE_OF)) == (Value("toy/a", 0.5, "share", (0, 1)),)
-    assert publish.values(_kept(VALUE, {k: v for k, v in VALUE_OF.items() if k != "items"}))
-    assert _kept(NOTE, {"parameters": {"base": "/home/me/model"}}), "as papermill's cell shows it"
+    assert publish.values(_kept(VALUE, VALUE_OF)) == (
+        Value("toy/a", 0.5, "share", (0, 1)),
+    )
+    assert publish.values(
+        _kept(VALUE, {k: v for k, v in VALUE_OF.items() if k != "items"})
+    )
+    assert _kept(NOTE, {"parameters": {"base": "/home/me/model"}}), (
+        "as papermill's cell shows it"
+    )
     curve = Curve("toy/a", "nats", (1, 2), (0.5, 0.25))
     assert publish.values(_kept(CURVE, CURVE_OF), CURVE) == (curve,)
-    parts = ({"modules": {"a.py": "1"}}, {"arms": ["x"], "known": ["x", "y"]},
-             {"modules": {"b.py": "2"}}, {"rows": {"train": "3"}}, {"environment": {}})  # fmt: skip
+    parts = (
+        {"modules": {"a.py": "1"}},
+        {"arms": ["x"], "known": ["x", "y"]},
+        {"modules": {"b.py": "2"}},
+        {"rows": {"train": "3"}},
+        {"environment": {}},
+    )
     cells = [cell for part in parts for cell in _kept(NOTE, part)["cells"]]
     assert publish.notes(new_notebook(cells=cells)) == {
-        "modules": {"a.py": "1", "b.py": "2"}, "arms": ["x"], "known": ["x", "y"],
-        "rows": {"train": "3"}, "environment": {}, "files": {},
-        "parameters": {}, "cells": {}, "begun": "",
-    }  # fmt: skip
+        "modules": {"a.py": "1", "b.py": "2"},
+        "arms": ["x"],
+        "known": ["x", "y"],
+        "rows": {"train": "3"},
+        "environment": {},
+        "files": {},
+        "parameters": {},
+        "cells": {},
+        "begun": "",
+    }
 
 
-@pytest.mark.parametrize(("mime", "content", "message"), [
-    (VALUE, VALUE_OF | {"value": 2}, "E-VALUE"), (VALUE, VALUE_OF | {"seed": 0}, "E-VALUE"),
-    (VALUE, ["a"], "E-VALUE"), (VALUE, {"name": "a", "value": 0.5}, "E-VALUE"),
-    (CURVE, CURVE_OF | {"x": [1.0]}, "E-VALUE"), (CURVE, "a", "E-VALUE"), (NOTE, "a", ""),
-    (NOTE, {"modules": ["a"]}, ""), (NOTE, {"other": {}}, ""), (NOTE, {"arms": "a"}, ""),
-])  # fmt: skip
-def test_an_error_and_a_value_curve_or_note_that_breaks_a_rule_is_refused(mime, content, message):
+@pytest.mark.parametrize(
+    ("mime", "content", "message"),
+    [
+        (VALUE, VALUE_OF | {"value": 2}, "E-VALUE"),
+        (VALUE, VALUE_OF | {"seed": 0}, "E-VALUE"),
+        (VALUE, ["a"], "E-VALUE"),
+        (VALUE, {"name": "a", "value": 0.5}, "E-VALUE"),
+        (CURVE, CURVE_OF | {"x": [1.0]}, "E-VALUE"),
+        (CURVE, "a", "E-VALUE"),
+        (NOTE, "a", ""),
+        (NOTE, {"modules": ["a"]}, ""),
+        (NOTE, {"other": {}}, ""),
+        (NOTE, {"arms": "a"}, ""),
+    ],
+)
+def test_an_error_and_a_value_curve_or_note_that_breaks_a_rule_is_refused(
+    mime, content, message
+):
     malformed = r"E-OUTPUT: In \[1\]: malformed note"  # when the run is made
     refused(message or malformed, lambda: publish.notes(_kept(mime, content)))
     error = new_output("error", ename="ValueError", evalue="bad", traceback=[])
@@ -184,26 +266,45 @@ HERE = {"python": "3.11.2", "cpu": "X 9000", "versions": {"torch": "2.13.0"}}
 
 def values(sparse, dense, seed=0):
     scores = {"sparse": sparse, "dense": dense}.items()
-    return tuple(Value(f"pesc/{a}/accuracy", x + seed / 1000, "share") for a, x in scores)
+    return tuple(
+        Value(f"pesc/{a}/accuracy", x + seed / 1000, "share") for a, x in scores
+    )
 
 
 def cell(source, tags=(), bundles=()):
-    outputs = [{"output_type": "display_data", "data": data, "metadata": {}} for data in bundles]
-    facts = {"cell_type": "code", "metadata": {"tags": [*tags]}, "execution_count": None}
+    outputs = [
+        {"output_type": "display_data", "data": data, "metadata": {}}
+        for data in bundles
+    ]
+    facts = {
+        "cell_type": "code",
+        "metadata": {"tags": [*tags]},
+        "execution_count": None,
+    }
     return {**facts, "source": source, "outputs": outputs}
 
 
 def reader(folder, shown, note=None, **parameters):
     """A reader's executed notebook, with what papermill set and the kernel noted."""
-    injected = "\n".join(["# Parameters", *(f"{k} = {v!r}" for k, v in parameters.items())])
+    injected = "\n".join(
+        ["# Parameters", *(f"{k} = {v!r}" for k, v in parameters.items())]
+    )
     bundles = [{VALUE: results.plain(value)} for value in shown]
     bundles += [{NOTE: note}] if note is not None else []
-    cells = [cell(PARAMETERS, ["parameters"]), cell(injected, ["injected-parameters"]),
-             cell("run = begin(In, globals())"),
-             cell("run.record(...)", bundles=bundles)]  # fmt: skip
+    cells = [
+        cell(PARAMETERS, ["parameters"]),
+        cell(injected, ["injected-parameters"]),
+        cell("run = begin(In, globals())"),
+        cell("run.record(...)", bundles=bundles),
+    ]
     times = {"duration": 12.34, "end_time": "2026-11-27T09:24:01.629695+00:00"}
     metadata = {"papermill": {"version": "2.7.0", **times}}
-    notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": metadata, "cells": cells}
+    notebook = {
+        "nbformat": 4,
+        "nbformat_minor": 5,
+        "metadata": metadata,
+        "cells": cells,
+    }
     ran(notebook, **{"tier": "cpu", "seed": 0, "steps": 100} | parameters)
     path = folder / "my_run.ipynb"
     path.write_text(json.dumps(notebook), encoding="utf-8")
@@ -226,47 +327,80 @@ def project(empty):
     facts = {"settings": settings, "manifest": {"environment": HERE}}
     for seed in range(3):
         recorded = values(0.45, 0.40, seed)
-        run = Run("pesc", "nano", "study", seed, recorded, arms=("sparse", "dense"), **facts)
+        run = Run(
+            "pesc", "nano", "study", seed, recorded, arms=("sparse", "dense"), **facts
+        )
         results.write_run(empty / "results" / "pesc" / "nano" / f"{seed}.parquet", run)
     return empty
 
 
 def test_the_readers_run_stands_beside_book_and_paper_with_their_differences(project):
     lines = compare(reader(project, values(0.42, 0.44), steps=50), project).splitlines()
-    place = next(i for i, line in enumerate(lines) if line.startswith("pesc.sparse-beats-dense:"))
+    place = next(
+        i for i, line in enumerate(lines) if line.startswith("pesc.sparse-beats-dense:")
+    )
     assert lines[0] == "my_run.ipynb: notebook pesc, tier cpu, 2 values"
-    assert lines[1].startswith("beside the book's runs at nano, seeds 0, 1, 2; differences (yours")
+    assert lines[1].startswith(
+        "beside the book's runs at nano, seeds 0, 1, 2; differences (yours"
+    )
     assert lines[place + 1].startswith("  paper  twelve benchmarks")
-    assert lines[place + 2].startswith("  book   exploratory only at 1 M: +5.0 points (95 %")
-    assert lines[place + 3].startswith("  yours  -2.0 points, one value; against the claim so far")
+    assert lines[place + 2].startswith(
+        "  book   exploratory only at 1 M: +5.0 points (95 %"
+    )
+    assert lines[place + 3].startswith(
+        "  yours  -2.0 points, one value; against the claim so far"
+    )
     head = "# Decides: pesc.sparse-beats-dense\ntier: study\nsteps: 600\n"
     results.write(project / "notebooks" / "01_pesc.nano.yaml", head)
     text = compare(reader(project, values(0.42, 0.44), steps=50), project)
     assert "\n  book   holds at 1 M: +5.0 points (95 %" in text
     text = compare(reader(project, values(0.42, 0.44)), project)
-    assert {"  cpu: unknown | X 9000", "  parameter steps: 100 | 600"} <= set(text.splitlines())
-    environment = {"python": "\x1b[2J3.12.1", "cpu": "X 9000", "versions": {"torch": "2.12.0"}}
+    assert {"  cpu: unknown | X 9000", "  parameter steps: 100 | 600"} <= set(
+        text.splitlines()
+    )
+    environment = {
+        "python": "\x1b[2J3.12.1",
+        "cpu": "X 9000",
+        "versions": {"torch": "2.12.0"},
+    }
     note = {"environment": environment, "arms": ["dense"]}
     text = compare(reader(project, values(0.42, 0.44), note, steps=50), project)
-    lines = [line for line in text.splitlines() if line.startswith("  ") and " | " in line]
+    lines = [
+        line for line in text.splitlines() if line.startswith("  ") and " | " in line
+    ]
     assert {line for line in lines if "hash of" not in line} == {
-        "  parameter tier: cpu | study", "  parameter steps: 50 | 600",
+        "  parameter tier: cpu | study",
+        "  parameter steps: 50 | 600",
         "  parameter base: unknown | nano",
-        "  arms: dense | sparse, dense", "  version of torch: 2.12.0 | 2.13.0",
-        r"  python: \x1b[2J3.12.1 | 3.11.2", "  seconds: 12.3 | unknown",
-    }  # fmt: skip
+        "  arms: dense | sparse, dense",
+        "  version of torch: 2.12.0 | 2.13.0",
+        r"  python: \x1b[2J3.12.1 | 3.11.2",
+        "  seconds: 12.3 | unknown",
+    }
 
 
-def test_a_run_of_a_course_stands_beside_its_pool_by_what_another_seed_would_hardly_give(project):
-    results.write(project / "notebooks" / "01_pesc.class.yaml", "tier: cpu\nsteps: 20\n")
-    facts = {"settings": {"tier": "cpu", "steps": 20}, "manifest": {"environment": HERE}}
+def test_a_run_of_a_course_stands_beside_its_pool_by_what_another_seed_would_hardly_give(
+    project,
+):
+    results.write(
+        project / "notebooks" / "01_pesc.class.yaml", "tier: cpu\nsteps: 20\n"
+    )
+    facts = {
+        "settings": {"tier": "cpu", "steps": 20},
+        "manifest": {"environment": HERE},
+    }
     for seed in range(3):
-        recorded = (*values(0.4 + 0.1 * seed, 0.40), Value("pesc/slow", 1.0 + seed, "seconds"))
+        recorded = (
+            *values(0.4 + 0.1 * seed, 0.40),
+            Value("pesc/slow", 1.0 + seed, "seconds"),
+        )
         path = project / "results" / "pesc" / "class" / f"{seed}.parquet"
         results.write_run(path, Run("pesc", "class", "cpu", seed, recorded, **facts))
     shown = (*values(0.96, 0.42), Value("pesc/slow", 900.0, "seconds"))
     lines = compare(reader(project, shown, steps=20), project).splitlines()
-    assert lines[1].startswith("beside the book's runs at class, seeds 0, 1, 2; differences")
+    assert lines[1].startswith(
+        "beside the book's runs at class, seeds 0, 1, 2; differences"
+    )
     far = "pesc/dense/accuracy: yours 0.42 | book's 0.4 share, with every seed"
     assert lines[-2:] == [
         "1 of 2 values lie where another seed's would in 5 of 100 cases; about 0 would by chance",
@@ -284,30 +418,66 @@ def test_the_books_own_run_is_not_compared_with_itself(project):
     assert "runs at this build" in compare(reader(project, values(0.42, 0.41)), project)
 
 
-def test_a_notebook_without_claims_or_without_a_run_of_the_book_is_compared_by_what_is_there(empty):
+def test_a_notebook_without_claims_or_without_a_run_of_the_book_is_compared_by_what_is_there(
+    empty,
+):
     text = compare(reader(empty, values(0.42, 0.40)), empty)
-    assert "the book has no run of this notebook yet" in text and "  book   not run" in text
+    assert (
+        "the book has no run of this notebook yet" in text
+        and "  book   not run" in text
+    )
     assert "  yours  +2.0 points, one value; as claimed so far" in text.splitlines()
     path = reader(empty, (Value("bases/gcd/accuracy", 0.5, "share"),))
     line = "bases/gcd/accuracy: yours 0.5 | book's {} share"
     assert compare(path, empty).splitlines()[-1] == line.format("unknown")
     for seed, value in enumerate((0.25, 0.5)):
-        run = Run("bases", "nano", "study", seed, (Value("bases/gcd/accuracy", value, "share"),))
+        run = Run(
+            "bases",
+            "nano",
+            "study",
+            seed,
+            (Value("bases/gcd/accuracy", value, "share"),),
+        )
         results.write_run(empty / "results" / "bases" / "nano" / f"{seed}.parquet", run)
     assert compare(path, empty).splitlines()[-1] == line.format("0.375")
 
 
-@pytest.mark.parametrize(("old", "new", "message"), [
-    ("# Parameters", "steps = = 5", "E-NOTEBOOK: my_run.ipynb, injected cell, line 1: invalid"),
-    ('"outputs": [{', '"outputs": [3, {', r"E-NOTEBOOK: my_run.ipynb: cells\.0\.outputs\.0 is 3"),
-    ('{"nbformat": 4', '{"nbformat": ', "E-FORMAT: .*no JSON that can be read"),
-    ("steps = 600", "x = " + "-" * 10**5 + "1", "E-NOTEBOOK: my_run.ipynb, injected cell, line 1"),
-    ("steps = 600", "steps = 0", "E-RANGE: my_run.ipynb: steps = 0"),
-    ("pesc/", "pecs/", "E-NOTEBOOK: my_run.ipynb records values of 'pecs'; did you mean"),
-    (VALUE, "text/json", "E-RUN: my_run.ipynb holds no recorded values; execute it first"),
-    ('{"environment": {}', '{"environment": []', "E-OUTPUT.*malformed note"),
-])  # fmt: skip
-def test_what_is_no_executed_notebook_of_this_book_is_refused(project, old, new, message):
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "# Parameters",
+            "steps = = 5",
+            "E-NOTEBOOK: my_run.ipynb, injected cell, line 1: invalid",
+        ),
+        (
+            '"outputs": [{',
+            '"outputs": [3, {',
+            r"E-NOTEBOOK: my_run.ipynb: cells\.0\.outputs\.0 is 3",
+        ),
+        ('{"nbformat": 4', '{"nbformat": ', "E-FORMAT: .*no JSON that can be read"),
+        (
+            "steps = 600",
+            "x = " + "-" * 10**5 + "1",
+            "E-NOTEBOOK: my_run.ipynb, injected cell, line 1",
+        ),
+        ("steps = 600", "steps = 0", "E-RANGE: my_run.ipynb: steps = 0"),
+        (
+            "pesc/",
+            "pecs/",
+            "E-NOTEBOOK: my_run.ipynb records values of 'pecs'; did you mean",
+        ),
+        (
+            VALUE,
+            "text/json",
+            "E-RUN: my_run.ipynb holds no recorded values; execute it first",
+        ),
+        ('{"environment": {}', '{"environment": []', "E-OUTPUT.*malformed note"),
+    ],
+)
+def test_what_is_no_executed_notebook_of_this_book_is_refused(
+    project, old, new, message
+):
     path = reader(project, values(0.42, 0.40), {"environment": {}}, steps=600)
     text = path.read_text(encoding="utf-8")
     assert old in text

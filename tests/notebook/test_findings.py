@@ -16,8 +16,17 @@ from tests.refusals import refused
 
 CLAIM = papers.claim("pesc.sparse-beats-dense")
 BOUND = papers.claim("pesc.outputs-near-full-experts")
-EXACT = replace(CLAIM, id="pesc.size", exact=True, reference=None, unit="count", kind="number",
-                direction=None, claimed=7e9, tolerance=1e9)  # fmt: skip
+EXACT = replace(
+    CLAIM,
+    id="pesc.size",
+    exact=True,
+    reference=None,
+    unit="count",
+    kind="number",
+    direction=None,
+    claimed=7e9,
+    tolerance=1e9,
+)
 HOLDS, FAILS, OPEN = (0.02, 0.025, 0.015), (-0.02, -0.025, -0.015), (0.02, -0.02, 0.01)
 
 
@@ -67,9 +76,17 @@ as claimed so far.
 
 
 def test_a_sentence_tells_the_claim_the_verdict_and_the_numbers_it_rests_on():
-    ran = [pool(*HOLDS), pool(*FAILS), pool(*OPEN), pool(0.1, protocol="cpu", tier="cpu"),
-           pool(0.1, 0.1), None, pool(0.2, 0.21, 0.22, claim=BOUND),
-           pool(*HOLDS, tier="paper"), pool(7.5e9, claim=EXACT)]  # fmt: skip
+    ran = [
+        pool(*HOLDS),
+        pool(*FAILS),
+        pool(*OPEN),
+        pool(0.1, protocol="cpu", tier="cpu"),
+        pool(0.1, 0.1),
+        None,
+        pool(0.2, 0.21, 0.22, claim=BOUND),
+        pool(*HOLDS, tier="paper"),
+        pool(7.5e9, claim=EXACT),
+    ]
     claims = [CLAIM] * 6 + [BOUND, replace(CLAIM, claimed=0.02, tolerance=0.01), EXACT]
     for claim, one, told in zip(claims, ran, SENTENCES.splitlines(), strict=True):
         judged = decided(claim, *[one] * bool(one))
@@ -83,16 +100,29 @@ def test_a_sentence_tells_the_claim_the_verdict_and_the_numbers_it_rests_on():
 
 def test_surprises_come_first_and_of_each_kind_the_strongest():
     strong, far = [x + 0.1 for x in HOLDS], [x - 0.1 for x in FAILS]
-    rows = [ruled("open", *OPEN), ruled("weak", *HOLDS), ruled("strong", *strong),
-            ruled("not-run"), ruled("fails", *FAILS), ruled("far", *far)]  # fmt: skip
+    rows = [
+        ruled("open", *OPEN),
+        ruled("weak", *HOLDS),
+        ruled("strong", *strong),
+        ruled("not-run"),
+        ruled("fails", *FAILS),
+        ruled("far", *far),
+    ]
     names = [one.claim.id.partition(".")[2] for one in findings.ordered(rows)]
     assert names == ["far", "fails", "strong", "weak", "open", "not-run"]
-    assert only(rows[1]).strength == pytest.approx(0.02 / (4.302653 * 0.005 / 3**0.5), 1e-6)
+    assert only(rows[1]).strength == pytest.approx(
+        0.02 / (4.302653 * 0.005 / 3**0.5), 1e-6
+    )
     frame = findings.summary([ruled("holds", *HOLDS), COMPUTED, row(CLAIM, [])])
     assert frame.loc["holds"].to_dict() == {
-        "scale": "1 M", "seeds": 3, "effect": "+2.0 points", "95 %": "+0.8 to +3.2 points",
-        "could see": "1.2 points", "the paper's": "+0.9 points", "verdict": "holds",
-    }  # fmt: skip
+        "scale": "1 M",
+        "seeds": 3,
+        "effect": "+2.0 points",
+        "95 %": "+0.8 to +3.2 points",
+        "could see": "1.2 points",
+        "the paper's": "+0.9 points",
+        "verdict": "holds",
+    }
     assert len(frame) == 1 and findings.summary([row(CLAIM, [])]).empty
     sure = ruled("holds", *HOLDS)
     sure = replace(sure, verdicts=(replace(sure.verdicts[0], survives=True),))
@@ -100,26 +130,49 @@ def test_surprises_come_first_and_of_each_kind_the_strongest():
     assert findings.sentence(sure).endswith("3 seeds); it survives correction.")
 
 
-@pytest.mark.parametrize(("large", "trend"), [
-    ((0.10, 0.11, 0.12), "grows"), ((0.0, 0.001, -0.001), "shrinks"),
-    ((-0.10, -0.11, -0.12), "turns round"), ((0.03, 0.02, 0.03), "no clear change"),
-    ((0.4,), "no clear change"),  # of a single number nobody knows how far it is off
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("large", "trend"),
+    [
+        ((0.10, 0.11, 0.12), "grows"),
+        ((0.0, 0.001, -0.001), "shrinks"),
+        ((-0.10, -0.11, -0.12), "turns round"),
+        ((0.03, 0.02, 0.03), "no clear change"),
+        (
+            (0.4,),
+            "no clear change",
+        ),  # of a single number nobody knows how far it is off
+    ],
+)
 def test_between_scales_a_change_is_told_that_the_pools_could_see(large, trend):
     small = pool(0.03, 0.031, 0.032)
-    rows = [decided(CLAIM, pool(*large, protocol="smollm2"), small), row(BOUND, []),
-            decided(replace(CLAIM, id="pesc.once"), small)]  # fmt: skip
+    rows = [
+        decided(CLAIM, pool(*large, protocol="smollm2"), small),
+        row(BOUND, []),
+        decided(replace(CLAIM, id="pesc.once"), small),
+    ]
     frame = findings.between_scales(rows)
     assert list(frame.index) == ["sparse-beats-dense"]
     assert list(frame.columns) == ["with scale", "1 M", "135 M"]
-    assert frame.iloc[0].tolist() == [trend, "+3.1 points", f"{100 * np.mean(large):+.1f} points"]
+    assert frame.iloc[0].tolist() == [
+        trend,
+        "+3.1 points",
+        f"{100 * np.mean(large):+.1f} points",
+    ]
 
 
-@pytest.mark.parametrize(("direction", "claimed", "value"), [
-    ("greater", None, 2.0), ("less", None, -2.0), ("equal", None, 2.0), ("equal", 0.05, -3.0),
-    ("less", -0.01, -2.0),
-])  # fmt: skip
-def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(direction, claimed, value):
+@pytest.mark.parametrize(
+    ("direction", "claimed", "value"),
+    [
+        ("greater", None, 2.0),
+        ("less", None, -2.0),
+        ("equal", None, 2.0),
+        ("equal", 0.05, -3.0),
+        ("less", -0.01, -2.0),
+    ],
+)
+def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(
+    direction, claimed, value
+):
     claim = replace(CLAIM, direction=direction, claimed=claimed, tolerance=0.001)
     (axes,) = findings.forest([decided(claim, pool(*HOLDS))], "Found").axes
     line, point = axes.lines[:2]
@@ -127,20 +180,30 @@ def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(directio
     assert point.get_xdata() == pytest.approx([value])
     assert line.get_xdata() == pytest.approx([value - half, value + half], rel=1e-6)
     assert axes.get_xlabel() == "effect, as claimed to the right (points)"
-    printed = [1.0] if direction == "less" else [0.0]  # the last line drawn is that at zero
+    # The last line drawn is that at zero.
+    printed = [1.0] if direction == "less" else [0.0]
     assert axes.lines[-2].get_xdata() == pytest.approx(printed if claimed else [value])
 
 
 def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_decided():
     nats = replace(CLAIM, id="pesc.nats", unit="nats")
-    pools = [pool(*HOLDS), pool(*OPEN, protocol="smollm2"), pool(0.1, protocol="cpu", tier="cpu")]
-    rows = [decided(BOUND, pool(0.1, 0.2, 0.4, claim=BOUND)),
-            decided(nats, pool(*HOLDS, claim=nats)),
-            row(CLAIM, pools, ["nano", "smollm2"]), COMPUTED]  # fmt: skip
+    pools = [
+        pool(*HOLDS),
+        pool(*OPEN, protocol="smollm2"),
+        pool(0.1, protocol="cpu", tier="cpu"),
+    ]
+    rows = [
+        decided(BOUND, pool(0.1, 0.2, 0.4, claim=BOUND)),
+        decided(nats, pool(*HOLDS, claim=nats)),
+        row(CLAIM, pools, ["nano", "smollm2"]),
+        COMPUTED,
+    ]
     figure = findings.forest(rows, "Found")
     labels = [axes.get_xlabel().partition("(")[2] for axes in figure.axes]
     assert labels == ["points)", "nats)", f"{BOUND.unit})"]
-    names = [[text.get_text() for text in axes.get_yticklabels()] for axes in figure.axes]
+    names = [
+        [text.get_text() for text in axes.get_yticklabels()] for axes in figure.axes
+    ]
     assert names == [["sparse-beats-dense"], ["nats"], ["outputs-near-full-experts"]]
     faces = [point.get_markerfacecolor() for point in figure.axes[0].lines[1:4:2]]
     assert faces[0] != "white" and faces[1] == "white"
@@ -152,18 +215,25 @@ def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_dec
     assert findings.forest([row(CLAIM, []), COMPUTED], "Nothing") is None
     other = decided(replace(CLAIM, id="esft.other"), pool(*HOLDS))
     ticks = findings.forest([rows[2], other], "Two papers").axes[0].get_yticklabels()
-    assert {text.get_text() for text in ticks} == {"pesc.sparse-beats-dense", "esft.other"}
+    assert {text.get_text() for text in ticks} == {
+        "pesc.sparse-beats-dense",
+        "esft.other",
+    }
 
 
 def test_what_a_verdict_rests_on_is_said_for_arms_that_no_value_names_and_not_for_floors():
     rates = [Value(f"pesc/rate/adapters/{rate}", rate, "nats") for rate in (0.1, 0.2)]
     one = pool(*HOLDS, claim=BOUND)
     runs = tuple(replace(run, values=(*run.values, *rates)) for run in one.runs)
-    best = only(row(replace(BOUND, arms="adapters/upcycled"), [replace(one, runs=runs)]))
+    best = only(
+        row(replace(BOUND, arms="adapters/upcycled"), [replace(one, runs=runs)])
+    )
     assert findings.notes(best) == ["adapters took its lowest rate in 3 of 3 seeds"]
     asked = {CLAIM.value: (0.0, 0.0), CLAIM.reference: (0.0, 0.0)}
     values = tuple(Value(name, 0.0, "share", each) for name, each in asked.items())
-    floor = Pool("pesc", "nano", tuple(Run("pesc", "nano", "study", s, values) for s in range(3)))
+    floor = Pool(
+        "pesc", "nano", tuple(Run("pesc", "nano", "study", s, values) for s in range(3))
+    )
     assert row(CLAIM, [floor]).labels == (
         "not run",
     )  # neither can do the task: nothing was measured
@@ -172,10 +242,20 @@ def test_what_a_verdict_rests_on_is_said_for_arms_that_no_value_names_and_not_fo
 def measured(seed, *arms, **items):
     """A run with values by arm, the steps of a curve, and which arms ran."""
     rows = {f"toy/{name}/loss": tuple(each) for name, each in items.items()}
-    values = [Value(name, float(np.mean(each)), "nats", each) for name, each in rows.items()]
+    values = [
+        Value(name, float(np.mean(each)), "nats", each) for name, each in rows.items()
+    ]
     curves = [Curve(name, "nats", (1.0, 2.0), each) for name, each in rows.items()]
-    return Run("toy", "nano", "study", seed, tuple(values), tuple(curves), arms or tuple(items),
-               manifest={"date": "2026-01-02"})  # fmt: skip
+    return Run(
+        "toy",
+        "nano",
+        "study",
+        seed,
+        tuple(values),
+        tuple(curves),
+        arms or tuple(items),
+        manifest={"date": "2026-01-02"},
+    )
 
 
 FIRST = measured(0, a=[1.0, 3.0], b=[2.0, 2.0])
@@ -190,63 +270,101 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
     assert frame[["arm", "value", "seeds"]].to_numpy().tolist() == [*by_arm, *by_arm]
     assert frame.measure.tolist() == ["loss", "loss", "again", "again"]
     half = np.hypot(4.302653 / 3**0.5, 12.706205 * 2**0.5 / 2**0.5)
-    assert (frame.low[0], frame.high[0]) == pytest.approx((3 - half, 3 + half), rel=1e-6)
+    assert (frame.low[0], frame.high[0]) == pytest.approx(
+        (3 - half, 3 + half), rel=1e-6
+    )
     text = findings.table(frame)
-    assert list(text.columns) == ["loss", "again", "seeds"] and text.seeds.tolist() == [3, 1]
+    assert list(text.columns) == ["loss", "again", "seeds"] and text.seeds.tolist() == [
+        3,
+        1,
+    ]
     assert text.loss["a"] == f"3.000 ({3 - half:.3f} to {3 + half:.3f})"
     frame = findings.arms(replace(TOY, runs=(lone,)), ["c"], names)
     assert findings.table(frame).loss["c"] == "2.000"
-    assert findings.table(frame.assign(value=4e5, low=4e5, high=4e5)).loss["c"] == "400,000"
+    assert (
+        findings.table(frame.assign(value=4e5, low=4e5, high=4e5)).loss["c"]
+        == "400,000"
+    )
     assert findings.arms(TOY, ["d"], names).empty
     told = findings.runs({"nano": TOY})
     assert told.loc["nano", ["seeds", "runs", "arms"]].tolist() == ["0, 1, 4", 3, 2]
     assert told.code["nano"].startswith("of 2026-01-02; ")
     assert findings.of({"nano": TOY}, "nano") is TOY
-    with pytest.raises(Refusal, match="E-PROTOCOL: no pool of protocol 'nanp'; did you mean 'nano"):
+    with pytest.raises(
+        Refusal, match="E-PROTOCOL: no pool of protocol 'nanp'; did you mean 'nano"
+    ):
         findings.of({"nano": TOY}, "nanp")
     with pytest.raises(Refusal, match="there is none yet: see moebook study"):
         findings.of({}, "nano")
 
 
 def test_differences_are_drawn_paired_by_seed_and_item_pool_by_pool():
-    pools = [TOY, replace(TOY, protocol="two", runs=tuple(
-        replace(run, protocol="two") for run in TOY.runs[:1]))]  # fmt: skip
-    pairs = {"a - b": ("toy/a/loss", "toy/b/loss"), "none": ("toy/c/loss", "toy/b/loss")}
+    pools = [
+        TOY,
+        replace(
+            TOY,
+            protocol="two",
+            runs=tuple(replace(run, protocol="two") for run in TOY.runs[:1]),
+        ),
+    ]
+    pairs = {
+        "a - b": ("toy/a/loss", "toy/b/loss"),
+        "none": ("toy/c/loss", "toy/b/loss"),
+    }
     (axes,) = findings.differences(pools, pairs, xlabel="more", title="a and b").axes
     assert [text.get_text() for text in axes.get_yticklabels()] == ["a - b"]
     points = [line.get_xdata().tolist() for line in axes.lines[1::2]][:2]
-    half = 12.706205 * 2**0.5 / 2**0.5  # of a's 1 and 3 less b's 2 and 2: items alone tell
+    # Of a's 1 and 3 less b's 2 and 2: items alone tell.
+    half = 12.706205 * 2**0.5 / 2**0.5
     assert points == [[0.0], [0.0]] and axes.get_xlabel() == "more (nats)"
     assert axes.lines[0].get_xdata() == pytest.approx([-half, half], rel=1e-6)
-    assert findings.differences(pools, {"none": pairs["none"]}, xlabel="", title="") is None
+    assert (
+        findings.differences(pools, {"none": pairs["none"]}, xlabel="", title="")
+        is None
+    )
 
 
 def test_series_and_bands_take_the_seeds_that_have_every_name_and_refuse_other_steps():
     assert findings.series(TOY, ["toy/a/loss"]).tolist() == [[2], [3], [4]]
     assert findings.series(TOY, ["toy/b/loss", "toy/a/loss"]).tolist() == [[2, 2]]
-    ran = Pool("toy", "nano", (measured(0, "sparse", "experts16", "experts4", "experts_all"),))
+    ran = Pool(
+        "toy", "nano", (measured(0, "sparse", "experts16", "experts4", "experts_all"),)
+    )
     sizes = findings.sizes(ran, "experts", (8, "sparse"))
     assert list(sizes.items()) == [(4, "experts4"), (8, "sparse"), (16, "experts16")]
     names = {"A": "toy/a/loss", "B": "toy/b/loss", "none": "toy/c/loss"}
     lines, steps = findings.bands(TOY, names)
     assert steps == (1.0, 2.0) and list(lines) == ["A", "B"]
-    assert lines["A"].tolist() == [[1, 3], [2, 4], [3, 5]] and lines["B"].tolist() == [[2, 2]]
+    assert lines["A"].tolist() == [[1, 3], [2, 4], [3, 5]] and lines["B"].tolist() == [
+        [2, 2]
+    ]
     less, _ = findings.bands(TOY, names, less="toy/b/loss")  # which one seed alone has
-    assert {name: rows.tolist() for name, rows in less.items()} == {"A": [[-1, 1]], "B": [[0, 0]]}
+    assert {name: rows.tolist() for name, rows in less.items()} == {
+        "A": [[-1, 1]],
+        "B": [[0, 0]],
+    }
     assert findings.bands(TOY, {"none": "toy/c/loss"}) == ({}, ())
     assert findings.series(TOY, ["toy/a/loss", "none"]).shape == (0, 2)
     grown = findings.beside(TOY, ["toy/b/loss", "toy/a/loss"], [40.0, 41.5])
     assert {name: rows.tolist() for name, rows in grown.items()} == {
-        "here": [[0, 0]], "in the paper": [0, 1.5]}  # fmt: skip
+        "here": [[0, 0]],
+        "in the paper": [0, 1.5],
+    }
     other = replace(measured(7), curves=(Curve("toy/a/loss", "nats", (1.0,), (2.0,)),))
-    with pytest.raises(Refusal, match="E-SHAPE: toy/a/loss, seed 7, has 1 positions; expected"):
+    with pytest.raises(
+        Refusal, match="E-SHAPE: toy/a/loss, seed 7, has 1 positions; expected"
+    ):
         findings.bands(replace(TOY, runs=(*TOY.runs, other)), names)
 
 
 def test_a_point_is_the_rate_of_least_loss_and_what_it_reached_and_an_end_of_the_grid_is_told():
     def run(seed, **losses):
-        tried = [Value(f"pesc/rate/a/{rate}", loss, "nats") for rate, loss in losses.items()]
-        reached = [Value(f"pesc/{arm}/accuracy", 0.1 * seed, "share") for arm in ("a", "b")]
+        tried = [
+            Value(f"pesc/rate/a/{rate}", loss, "nats") for rate, loss in losses.items()
+        ]
+        reached = [
+            Value(f"pesc/{arm}/accuracy", 0.1 * seed, "share") for arm in ("a", "b")
+        ]
         return Run("pesc", "nano", "study", seed, (*tried, *reached), arms=("a", "b"))
 
     runs = run(1, **{"0.001": 2.0, "0.01": 1.0}), run(2, **{"1e-05": 1.0})
@@ -256,9 +374,13 @@ def test_a_point_is_the_rate_of_least_loss_and_what_it_reached_and_an_end_of_the
     told = several.at_end("pesc/b/accuracy", "pesc/a/accuracy")
     assert told == "b had no choice of rate, a took its highest rate in 1 of 1 seeds"
     by_others = replace(runs[0], settings={"fixed_rates": "a=0.01,b=0.01"})
-    told = Pool("pesc", "nano", (by_others,)).at_end("pesc/b/accuracy", "pesc/a/accuracy")
+    told = Pool("pesc", "nano", (by_others,)).at_end(
+        "pesc/b/accuracy", "pesc/a/accuracy"
+    )
     assert told == "a took its highest rate in 1 of 1 seeds"
-    inside = run(3, **{"0.1/one": 2.0, "0.1/two": 2.0, "1/one": 1.0, "1/two": 1.0, "9/one": 3.0})
+    inside = run(
+        3, **{"0.1/one": 2.0, "0.1/two": 2.0, "1/one": 1.0, "1/two": 1.0, "9/one": 3.0}
+    )
     runs += inside, run(4, **{"0.1": 2.0, "1": 1.0, "9": 3.0})
     assert not Pool("pesc", "nano", runs).at_end("pesc/a/accuracy", None, 0.5)
 
@@ -271,18 +393,26 @@ def test_a_claim_that_presupposes_another_is_not_tested_while_that_has_not_held(
 
 def test_a_pool_is_judged_twice_without_its_other_seeds_and_by_them():
     both = pool(*HOLDS, *FAILS)
-    told = {one.claim.id: (one.label, two.label) for one, two in repeated(both, [3, 4, 5])}
+    told = {
+        one.claim.id: (one.label, two.label) for one, two in repeated(both, [3, 4, 5])
+    }
     assert told == {CLAIM.id: ("direction holds", "direction fails")}
     assert not repeated(both, [6])
 
 
-@pytest.mark.parametrize(("name", "protocol", "number"), [
-    ("routing", "nano", 3), ("esft", "budgets", 6), ("pesc", "higher", 1)])  # fmt: skip
-def test_ten_other_seeds_change_no_label_that_survives_the_correction(name, protocol, number):
+@pytest.mark.parametrize(
+    ("name", "protocol", "number"),
+    [("routing", "nano", 3), ("esft", "budgets", 6), ("pesc", "higher", 1)],
+)
+def test_ten_other_seeds_change_no_label_that_survives_the_correction(
+    name, protocol, number
+):
     other = seeds(sources.find(results.root(), name).facts(protocol)["Ten other seeds"])
     pairs = repeated(store.pool(name, protocol), other)
     sure = pages.surviving(one for one, _ in pairs)
-    assert len(sure) == number and {two.shown.seeds for _, two in pairs} == {10} == {len(other)}
+    assert len(sure) == number and {two.shown.seeds for _, two in pairs} == {10} == {
+        len(other)
+    }
     assert all(one.label == two.label for one, two in pairs if one.claim.id in sure)
 
 
@@ -292,9 +422,11 @@ def test_what_is_measured_before_training_needs_no_choice_of_a_rate():
 
 
 def test_a_verdict_that_needs_the_weights_of_its_tasks_says_so():
-    parts = [Value(f"{name}/{task}", 0.5 + gap, "share")
-             for name, turn in ((CLAIM.value, 1), (CLAIM.reference, -1))
-             for task, gap in (("code", 0.1 * turn), ("text", -0.1 * turn))]  # fmt: skip
+    parts = [
+        Value(f"{name}/{task}", 0.5 + gap, "share")
+        for name, turn in ((CLAIM.value, 1), (CLAIM.reference, -1))
+        for task, gap in (("code", 0.1 * turn), ("text", -0.1 * turn))
+    ]
     one = pool(*HOLDS)
     runs = tuple(replace(run, values=(*run.values, *parts)) for run in one.runs)
     best = only(row(CLAIM, [replace(one, runs=runs)]))
@@ -305,11 +437,21 @@ def test_a_verdict_that_needs_the_weights_of_its_tasks_says_so():
 
 
 def test_a_change_is_over_the_seeds_that_have_both_and_arms_with_fewer_seeds_are_named():
-    runs = [measured(0, a=[1.0, 3.0], b=[2.0, 2.0]), measured(1, a=[1.0, 1.0], b=[0.0, 1.0]),
-            measured(2, a=[9.0, 9.0])]  # fmt: skip
+    runs = [
+        measured(0, a=[1.0, 3.0], b=[2.0, 2.0]),
+        measured(1, a=[1.0, 1.0], b=[0.0, 1.0]),
+        measured(2, a=[9.0, 9.0]),
+    ]
     both = Pool("toy", "nano", tuple(runs))
-    (line,) = findings.changes(both, ["a"], {"a": "toy/a/loss", "b": "toy/b/loss"}).itertuples()
-    assert (line.a[:5], line.b[:5], line.change[:6], line.seeds) == ("1.500", "1.250", "-0.250", 2)
+    (line,) = findings.changes(
+        both, ["a"], {"a": "toy/a/loss", "b": "toy/b/loss"}
+    ).itertuples()
+    assert (line.a[:5], line.b[:5], line.change[:6], line.seeds) == (
+        "1.500",
+        "1.250",
+        "-0.250",
+        2,
+    )
     assert both.lacking(["a", "b", "c"]) == " (of these: b 2, c 0)"
     assert both.lacking(["all"]) == both.lacking(["a", ""]) == ""
 
@@ -329,7 +471,13 @@ def test_what_a_head_names_between_braces_is_written_from_the_pools():
     }.items():
         assert heads.filled(text, pools, "nano") == written
     for text in (f"{{{pair} in more of 7}}", "{pesc/lost/accuracy}"):
-        refused(r"head of nano: the pool of \w+ has no pesc", heads.filled, text, pools, "nano")
+        refused(
+            r"head of nano: the pool of \w+ has no pesc",
+            heads.filled,
+            text,
+            pools,
+            "nano",
+        )
 
 
 def test_a_question_is_answered_by_the_arm_with_the_least_and_those_that_cannot_be_told_from_it():
@@ -337,12 +485,18 @@ def test_a_question_is_answered_by_the_arm_with_the_least_and_those_that_cannot_
         runs = []
         for seed, values in enumerate(zip(*arms.values(), strict=True)):
             named = zip(arms, values, strict=True)
-            told = tuple(Value(f"together/dense/{arm}/cost", x, unit) for arm, x in named)
+            told = tuple(
+                Value(f"together/dense/{arm}/cost", x, unit) for arm, x in named
+            )
             runs.append(Run("together", "nano", "study", seed, told, arms=tuple(arms)))
         return Pool("together", "nano", tuple(runs))
 
-    arms = {"full": (1.0, 1.0, 1.0), "near": (0.52, 0.49, 0.5), "best": (0.5, 0.5, 0.48),
-            "worse": (0.70, 0.71, 0.69)}  # fmt: skip
+    arms = {
+        "full": (1.0, 1.0, 1.0),
+        "near": (0.52, 0.49, 0.5),
+        "best": (0.5, 0.5, 0.48),
+        "worse": (0.70, 0.71, 0.69),
+    }
     found = findings.answer(measured("nats", **arms), "Which?", "cost")
     assert (found.base, found.best, found.value) == ("dense", "best", "0.493 nats")
     assert (found.alike, found.worst) == (["near"], "full, 1.000 nats")

@@ -43,15 +43,23 @@ def run(project, forks):
     """Run a notebook as the command does; what its file holds must be what its page shows."""
 
     def by_command(name, protocol="smoke"):
-        with tempfile.TemporaryDirectory() as temporary:  # whose name is short enough for sockets
+        with (
+            tempfile.TemporaryDirectory() as temporary
+        ):  # whose name is short enough for sockets
             forks.begin(project, temporary, "run", name, f"--on={protocol}")
             assert forks.end() == 0, forks.told.read_text()
         (page,) = (project / "runs" / "mine" / name).glob("*.ipynb")
         run = results.read_run(page.with_suffix(".parquet"))
         cells = json.loads(page.read_text())["cells"]
-        outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
+        outputs = [
+            output.get("data", {})
+            for cell in cells
+            for output in cell.get("outputs", [])
+        ]
         shown = [data[VALUE] for data in outputs if VALUE in data]
-        assert [json.loads(json.dumps(results.plain(value))) for value in run.values] == shown
+        assert [
+            json.loads(json.dumps(results.plain(value))) for value in run.values
+        ] == shown
         return run
 
     return by_command
@@ -66,7 +74,9 @@ def here(project, monkeypatch):
 
     def run(name, settings):
         cells = json.loads(NOTEBOOKS[name].path.read_text())["cells"]
-        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        code = [
+            "".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"
+        ]
         code.insert(3, f"# Parameters\n{PythonTranslator.codify(settings)}")
         names = {"In": []}
         for source in code:
@@ -93,7 +103,9 @@ def test_every_cell_of_a_notebook_runs_with_a_single_arm(name, here):
     first = str(NOTEBOOKS[name].parameters["arms"].default).split(",")[0]
     arm = "pems_untuned" if name == "rivals" else first  # an arm that tries no rate
     left = here(name, NOTEBOOKS[name].settings("smoke") | {"arms": arm})
-    assert [note[NOTE]["arms"] for note in left if "arms" in note.get(NOTE, {})] == [[arm]]
+    assert [note[NOTE]["arms"] for note in left if "arms" in note.get(NOTE, {})] == [
+        [arm]
+    ]
     assert any(VALUE in bundle for bundle in left)
 
 
@@ -105,8 +117,12 @@ def test_findings_are_drawn_from_the_pools_that_are_there(name, run, here):
         here(name, {"tier": "cpu"})
 
 
-@pytest.mark.parametrize("name", [name for name in RUN if "class" in NOTEBOOKS[name].protocols])
-def test_a_course_has_a_change_to_try_and_runs_of_at_most_90_seconds_that_record_what_to_see(name):
+@pytest.mark.parametrize(
+    "name", [name for name in RUN if "class" in NOTEBOOKS[name].protocols]
+)
+def test_a_course_has_a_change_to_try_and_runs_of_at_most_90_seconds_that_record_what_to_see(
+    name,
+):
     notebook, pool = NOTEBOOKS[name], store.pool(name, "class", ROOT)
     facts = dict(line.split(": ", 1) for line in notebook.head("class"))
     assert [*facts] == ["Try", "See", "Ask"]

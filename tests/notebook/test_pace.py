@@ -16,8 +16,13 @@ from tests.refusals import refused
 from workshop import times
 
 ROOT = Path(__file__).parents[2]
-RECORD = {"version": "1", "pace": 1000.0, "commands": {}, "machine": {},
-          "notebooks": {"smoke": {"toy": 20.0}, "cpu": {"toy": 90.0}}}  # fmt: skip
+RECORD = {
+    "version": "1",
+    "pace": 1000.0,
+    "commands": {},
+    "machine": {},
+    "notebooks": {"smoke": {"toy": 20.0}, "cpu": {"toy": 90.0}},
+}
 
 
 @pytest.fixture
@@ -48,17 +53,26 @@ def test_a_notebook_says_what_it_will_take_on_this_machine(told, fresh):
     assert told() is None, "two notebooks have these parameters"
 
 
-def test_without_a_record_or_a_project_nothing_is_said(told, fresh, monkeypatch, tmp_path):
+def test_without_a_record_or_a_project_nothing_is_said(
+    told, fresh, monkeypatch, tmp_path
+):
     (fresh / "results" / pace.RECORD).unlink()
     assert told() is None
     monkeypatch.chdir(tmp_path)
     assert told() is None
 
 
-@pytest.mark.parametrize(("seconds", "text"), [
-    (3, "about 10 seconds"), (44, "about 40 seconds"), (89, "about 90 seconds"),
-    (91, "about 2 minutes"), (200, "about 3 minutes"), (3600, "about 60 minutes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (3, "about 10 seconds"),
+        (44, "about 40 seconds"),
+        (89, "about 90 seconds"),
+        (91, "about 2 minutes"),
+        (200, "about 3 minutes"),
+        (3600, "about 60 minutes"),
+    ],
+)
 def test_a_time_that_is_not_exact_is_told_so(seconds, text):
     assert pace.about(seconds) == text
 
@@ -70,7 +84,9 @@ def test_the_pace_is_measured_in_the_time_that_is_given_and_draws_nothing():
     assert (np.random.get_state()[1] == states[1]).all()
     assert steps * 0.2 >= 1
     again = pace.pace(0.2)
-    assert again == pytest.approx(steps, rel=0.7), "a rate, which does not grow with the time"
+    assert again == pytest.approx(steps, rel=0.7), (
+        "a rate, which does not grow with the time"
+    )
 
 
 def test_the_longest_begins_by_its_last_time_here_else_by_the_record_and_findings_are_last(
@@ -79,12 +95,15 @@ def test_the_longest_begins_by_its_last_time_here_else_by_the_record_and_finding
     source = fresh / "notebooks" / "01_toy.ipynb"
     names = ("long", "unknown", "here", "toy_findings")
     for number, name in enumerate(names, start=2):
-        (fresh / "notebooks" / f"0{number}_{name}.ipynb").write_bytes(source.read_bytes())
+        (fresh / "notebooks" / f"0{number}_{name}.ipynb").write_bytes(
+            source.read_bytes()
+        )
     shown = Run("here", "cpu", "cpu", 0, (), manifest={"cpu_seconds": 3.0})
     write_run(fresh / "book" / "notebooks" / "04_here.parquet", shown)
     taken = {"toy": 1.0, "long": 2.0, "toy_findings": 9.0, "here": 0.5}
     results.write(
-        fresh / "results" / pace.RECORD, json.dumps(RECORD | {"notebooks": {"cpu": taken}})
+        fresh / "results" / pace.RECORD,
+        json.dumps(RECORD | {"notebooks": {"cpu": taken}}),
     )
     protocols = dict.fromkeys(("unknown", "toy_findings", "toy", "here", "long"), "cpu")
     begun = [job.notebook for job in book._todo(protocols, fresh)]
@@ -97,7 +116,11 @@ def test_the_times_that_we_tell_are_of_this_release_and_of_every_notebook():
         assert "\nNot measured yet: " in (ROOT / "README.md").read_text("utf-8")
         return
     assert record["version"] == moebook.__version__
-    assert record["machine"]["cpu"] and record["machine"]["cores"] >= 1 and record["pace"] > 0
+    assert (
+        record["machine"]["cpu"]
+        and record["machine"]["cores"] >= 1
+        and record["pace"] > 0
+    )
     assert record["commands"].keys() == pace.COMMANDS.keys()
     for command in record["commands"].values():
         assert command["wall"] > 0 and command["cpu"] > 0 and command["commit"]["id"]
@@ -114,7 +137,11 @@ def quiet(fresh, monkeypatch):
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
     for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "toy")):
         subprocess.run(["git", *words], cwd=fresh, check=True)
-    commands = {"smoke": "sleep 0.2", "test": "ls notebooks/01_toy.ipynb", "soak": "false"}
+    commands = {
+        "smoke": "sleep 0.2",
+        "test": "ls notebooks/01_toy.ipynb",
+        "soak": "false",
+    }
     monkeypatch.setattr(pace, "COMMANDS", commands)
     monkeypatch.setattr(times, "measured_pace", lambda folder: 500.0)
     monkeypatch.setattr(times.os, "getloadavg", lambda: (0.1, 2.0, 2.0))

@@ -41,19 +41,40 @@ def test_the_cell_is_read_and_values_at_the_ends_of_their_range_are_taken():
         assert DECLARED[name].read(str(value), "here") == value
 
 
-@pytest.mark.parametrize(("name", "value", "message"), [
-    ("top_k", 0, r"E-RANGE: here: top_k = 0: expected int in \[1, 64\] \(experts per token\)$"),
-    ("top_k", 65, "E-RANGE"), ("top_k", True, "E-TYPE"), ("top_k", 2.0, "E-TYPE"),
-    ("top_k", "2", "E-TYPE"), ("top_k", None, "E-TYPE"), ("top_k", (1, 2), "E-TYPE"),
-    ("top_k", b"2", "E-TYPE"), ("share", 0.0, "E-RANGE"), ("share", float("nan"), "E-RANGE"),
-    ("share", "1e-5", r"E-TYPE.*1\.0e-5"), ("balance", float("inf"), "E-RANGE"),
-    ("balance", -1, "E-RANGE"), ("width", 9, "E-RANGE"), ("quantise", 1, "E-TYPE"),
-    ("quantise", "true", "E-TYPE.*-y '{quantise: true}'"), ("note", 3, "E-TYPE"),
-    ("note", "\udcff", "E-TYPE"),
-    *(("note", f"a{mark}b", "E-TYPE.*one line") for mark in "\n\r\x1b\x9b\u2028\u202e"),
-    ("tier", "cpus", "E-RANGE.*did you mean 'cpu'"),
-    ("topk", 2, "E-PARAMETER.*did you mean 'top_k'"), ("top_k=1;import os", 2, "E-PARAMETER"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "top_k",
+            0,
+            r"E-RANGE: here: top_k = 0: expected int in \[1, 64\] \(experts per token\)$",
+        ),
+        ("top_k", 65, "E-RANGE"),
+        ("top_k", True, "E-TYPE"),
+        ("top_k", 2.0, "E-TYPE"),
+        ("top_k", "2", "E-TYPE"),
+        ("top_k", None, "E-TYPE"),
+        ("top_k", (1, 2), "E-TYPE"),
+        ("top_k", b"2", "E-TYPE"),
+        ("share", 0.0, "E-RANGE"),
+        ("share", float("nan"), "E-RANGE"),
+        ("share", "1e-5", r"E-TYPE.*1\.0e-5"),
+        ("balance", float("inf"), "E-RANGE"),
+        ("balance", -1, "E-RANGE"),
+        ("width", 9, "E-RANGE"),
+        ("quantise", 1, "E-TYPE"),
+        ("quantise", "true", "E-TYPE.*-y '{quantise: true}'"),
+        ("note", 3, "E-TYPE"),
+        ("note", "\udcff", "E-TYPE"),
+        *(
+            ("note", f"a{mark}b", "E-TYPE.*one line")
+            for mark in "\n\r\x1b\x9b\u2028\u202e"
+        ),
+        ("tier", "cpus", "E-RANGE.*did you mean 'cpu'"),
+        ("topk", 2, "E-PARAMETER.*did you mean 'top_k'"),
+        ("top_k=1;import os", 2, "E-PARAMETER"),
+    ],
+)
 def test_a_wrong_parameter_is_refused(name, value, message):
     refusal = refused(message, parameters.check, DECLARED, {name: value}, "here")
     assert name in refusal.message and "here" in refusal.message
@@ -62,36 +83,73 @@ def test_a_wrong_parameter_is_refused(name, value, message):
 def test_texts_of_the_command_line_become_typed_values_or_are_refused():
     texts = ["top_k=1", "share=1e-3", "quantise=TRUE", "note=a=b;c", "width=8"]
     found = parameters.read_options(DECLARED, texts)
-    assert found == {"top_k": 1, "share": 1e-3, "quantise": True, "note": "a=b;c", "width": 8}
+    assert found == {
+        "top_k": 1,
+        "share": 1e-3,
+        "quantise": True,
+        "note": "a=b;c",
+        "width": 8,
+    }
     assert type(found["share"]) is float and type(found["quantise"]) is bool
-    for text in ("top_k", "top_k=1 top_k=2", "top_k=1.0", "quantise=1", "share=nan", "=1"):
+    for text in (
+        "top_k",
+        "top_k=1 top_k=2",
+        "top_k=1.0",
+        "quantise=1",
+        "share=nan",
+        "=1",
+    ):
         refused("-p", parameters.read_options, DECLARED, text.split())
 
 
-@pytest.mark.parametrize("line", [
-    "top_k = 2", "import os", "top_k: int = 1 + 1", "top_k: int = int('2')", "top_k: int",
-    "top_k: list = [1]", "top_k: int = None", "top_k: int = 2.0", "lr: float = float('nan')",
-    "top_k: int = 0  # experts [1, 64]", "top_k: int = 2  # experts [1; 64]",
-    "top_k: int = 2  # experts [64, 1]", "top_k: int = 2  # experts {a, b}",
-    "flag: bool = True  # switch [0, 1]", "note: str = 'a'  # text [0, 1]",
-    "top_k: int = 2\ntop_k: int = 3", "top_k: int = 2 +",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "top_k = 2",
+        "import os",
+        "top_k: int = 1 + 1",
+        "top_k: int = int('2')",
+        "top_k: int",
+        "top_k: list = [1]",
+        "top_k: int = None",
+        "top_k: int = 2.0",
+        "lr: float = float('nan')",
+        "top_k: int = 0  # experts [1, 64]",
+        "top_k: int = 2  # experts [1; 64]",
+        "top_k: int = 2  # experts [64, 1]",
+        "top_k: int = 2  # experts {a, b}",
+        "flag: bool = True  # switch [0, 1]",
+        "note: str = 'a'  # text [0, 1]",
+        "top_k: int = 2\ntop_k: int = 3",
+        "top_k: int = 2 +",
+    ],
+)
 def test_a_cell_that_breaks_the_grammar_is_refused_with_its_line(line):
     refused(r"toy, parameters cell, line \d", parameters.parse, line, "toy")
 
 
 def _begin(*cells, **names):
     values = {name: parameter.default for name, parameter in DECLARED.items()} | names
-    return begin(["", "import moebook", *cells, "run = begin(In, globals())"], values).tier
+    return begin(
+        ["", "import moebook", *cells, "run = begin(In, globals())"], values
+    ).tier
 
 
-@pytest.mark.parametrize(("injected", "code"), [
-    ("topk = 1", "E-PARAMETER"), ("top_k = 0", "E-RANGE"), ('quantise = "true"', "E-TYPE"),
-    ("share = float('nan')", "E-TYPE"), ("top_k = [1]", "E-TYPE"),
-    ("top_k = __import__('os').getpid()", "E-TYPE"), ("top_k = 1; import os", "E-PARAMETER"),
-    ("top_k = share = 1", "E-PARAMETER"), ("top_k += 1", "E-PARAMETER"),
-    ("print(1)", "E-PARAMETER"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("injected", "code"),
+    [
+        ("topk = 1", "E-PARAMETER"),
+        ("top_k = 0", "E-RANGE"),
+        ('quantise = "true"', "E-TYPE"),
+        ("share = float('nan')", "E-TYPE"),
+        ("top_k = [1]", "E-TYPE"),
+        ("top_k = __import__('os').getpid()", "E-TYPE"),
+        ("top_k = 1; import os", "E-PARAMETER"),
+        ("top_k = share = 1", "E-PARAMETER"),
+        ("top_k += 1", "E-PARAMETER"),
+        ("print(1)", "E-PARAMETER"),
+    ],
+)
 def test_begin_refuses_a_wrong_injected_cell(injected, code):
     refused(code, _begin, CELL, f"# Parameters\n{injected}\n")
 
@@ -112,7 +170,9 @@ def test_begin_knows_the_tier_checks_what_is_there_now_and_seeds_everything():
 @given(st.text(), st.text())
 def test_no_option_can_smuggle_in_a_name(name, value):
     with suppress(Refusal):
-        assert set(parameters.read_options(DECLARED, [f"{name}={value}"])) <= set(DECLARED)
+        assert set(parameters.read_options(DECLARED, [f"{name}={value}"])) <= set(
+            DECLARED
+        )
 
 
 @given(st.one_of(st.text(), st.integers(), st.floats(allow_nan=False), st.booleans()))
@@ -128,7 +188,11 @@ def test_what_papermill_writes_for_an_accepted_value_is_one_literal(value):
 
 
 def test_the_kernels_environment_has_no_secrets(monkeypatch):
-    secrets = {"HF_TOKEN": "a-canary", "WANDB_API_KEY": "a-canary", "INNOCENT": "hf_" + "a" * 30}
+    secrets = {
+        "HF_TOKEN": "a-canary",
+        "WANDB_API_KEY": "a-canary",
+        "INNOCENT": "hf_" + "a" * 30,
+    }
     for name, value in (secrets | {"TOKENIZERS_PARALLELISM": "false"}).items():
         monkeypatch.setenv(name, value)
     environment = publish.environment()
@@ -141,13 +205,18 @@ def test_the_arms_of_a_run_are_the_named_ones_in_the_notebooks_order():
     assert run.arms("all", known) == known
     assert list(run.arms("kaiming,wide", known)) == ["wide", "kaiming"]
     assert lists.listed("laboratory", "", known) == []
-    wrong = {"wid": "lists 'wid': did you mean 'wide'", "wide,wide": "lists 'wide' twice",
-             "": "is empty; one of: all, dense, kaiming, wide"}  # fmt: skip
+    wrong = {
+        "wid": "lists 'wid': did you mean 'wide'",
+        "wide,wide": "lists 'wide' twice",
+        "": "is empty; one of: all, dense, kaiming, wide",
+    }
     for text, message in wrong.items():
         refused(f"E-RANGE: arms {message}", run.arms, text, known)
 
 
-def test_a_notebook_is_found_by_its_short_name_alone_and_shown_in_the_overview(fresh, tmp_path):
+def test_a_notebook_is_found_by_its_short_name_alone_and_shown_in_the_overview(
+    fresh, tmp_path
+):
     toy = sources.find(fresh, "toy")
     assert (toy.name, toy.title, toy.path.name) == ("toy", "A toy", "01_toy.ipynb")
     assert (toy.findings, toy.protocols) == (False, ["smoke", "cpu", "nano", "study"])
@@ -169,12 +238,19 @@ def test_a_notebook_is_found_by_its_short_name_alone_and_shown_in_the_overview(f
     assert (findings.findings, findings.protocols) == (True, ["cpu"])
 
 
-@pytest.mark.parametrize(("old", "new", "reason"), [
-    ('"parameters"', '"other"', "tagged 'parameters'"),
-    ("tier: str", "scale: str", "must declare tier"),
-    ('"nbformat": 4', '"nbformat": 3, "worksheets": []', "nbformat is 3, expected 4"),
-    ('"cells": [', '"cells": ', "E-FORMAT.*no JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ('"parameters"', '"other"', "tagged 'parameters'"),
+        ("tier: str", "scale: str", "must declare tier"),
+        (
+            '"nbformat": 4',
+            '"nbformat": 3, "worksheets": []',
+            "nbformat is 3, expected 4",
+        ),
+        ('"cells": [', '"cells": ', "E-FORMAT.*no JSON"),
+    ],
+)
 def test_damaged_old_and_untagged_notebooks_are_refused(fresh, old, new, reason):
     path = fresh / "notebooks" / "01_toy.ipynb"
     assert old in path.read_text()
@@ -190,14 +266,20 @@ def test_a_protocol_is_its_file_as_papermill_reads_it_and_its_tier(fresh, tmp_pa
     assert toy.design("nano") == {"tier": "study", "top_k": 4, "fate": "well"}
     refused(r"E-PROTOCOL: toy has no protocol 'nan'.*mean 'nano'", toy.settings, "nan")
     (fresh / "notebooks" / "01_toy.nano.yaml").write_text("tier: smoke\n")
-    refused(r"E-CONFIG.*tier = 'smoke'; expected study, gpu, paper", toy.settings, "nano")
+    refused(
+        r"E-CONFIG.*tier = 'smoke'; expected study, gpu, paper", toy.settings, "nano"
+    )
     (fresh / "notebooks" / "01_toy.class.yaml").write_text("tier: study\n")
     refused(r"E-CONFIG.*tier = 'study'; expected cpu", toy.settings, "class")
     text = "\ufeff# sizes\r\na: 1\r\nb: 1.0e-5\r\nc: true\r\nd: 'x: y'\r\ne: nano\r\n"
     path = tmp_path / "01_toy.cpu.yaml"
     path.write_bytes(text.encode())
     found = {name: value for name, (value, _) in sources.read_flat(path).items()}
-    assert found == yaml.safe_load(text) == {"a": 1, "b": 1e-5, "c": True, "d": "x: y", "e": "nano"}
+    assert (
+        found
+        == yaml.safe_load(text)
+        == {"a": 1, "b": 1e-5, "c": True, "d": "x: y", "e": "nano"}
+    )
 
 
 LEFT = ("smoke-Copy1.yaml", "smoke (1).yaml", "smoke copy.yaml", "smoke.yaml~")
@@ -212,27 +294,63 @@ def test_a_copy_of_a_protocol_is_no_protocol(fresh):
     shutil.copy(place / "01_toy.ipynb", place / "01_toy-Copy1.ipynb")
     toy = sources.find(fresh, "toy")
     assert toy.protocols == before and list(sources.notebooks(fresh)) == ["toy"]
-    refused("E-PROTOCOL: 01_toy.smoke-Copy1.yaml looks like a copy", toy.settings, "smoke-Copy1")
+    refused(
+        "E-PROTOCOL: 01_toy.smoke-Copy1.yaml looks like a copy",
+        toy.settings,
+        "smoke-Copy1",
+    )
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("top_k: 1\ntop_k: 2\n", r"E-CONFIG: notebooks/01_toy.smoke.yaml:2:1: top_k is given twice"),
-    ("top_k: 1\n", "E-CONFIG: 01_toy.smoke.yaml: tier = 'cpu'; expected smoke"),
-    ("top_k: !!python/tuple [1]\n", r"E-CONFIG: notebooks/01_toy.smoke.yaml:1:8: a YAML tag"),
-    ("top_k: &x 1\nfate: *x\n", r"E-CONFIG.*1:8: a YAML anchor"),
-    ("top_k: [1, 2]\n", r"E-CONFIG.*1:1: expected one flat mapping"),
-    ("- 1\n", r"E-CONFIG.*1:1: expected name: value"),
-    ("%YAML 2.0\n---\ntop_k: 1\n", "E-CONFIG"), ("a: " + "[" * 9999, "E-CONFIG"),
-    ("top_k: 1\n---\ntop_k: 2\n", "E-CONFIG"), ("top_k: on\n", r"/01_toy.smoke.yaml:1:8: YAML 1.1"),
-    *((f"top_k: {text}\n", "1:8: YAML 1.1 and 1.2 do not read") for text in (
-        "1:30", "012", "0o17", "1_000", "1e-5", "1.0e5", "2026-01-01", "2026-13-45")),
-    ("top_k: 'open\n", r"E-CONFIG: notebooks/01_toy.smoke.yaml:2:1"), ("top_k: =\n", "E-CONFIG"),
-    ("top_k: 1\n\ttop_k", r"E-CONFIG: notebooks/01_toy.smoke.yaml:2:1"), ("<<: 1\n", "E-CONFIG"),
-    ("top_k:\n", r"E-TYPE.*expected int, found NoneType"),
-    ("topk: 1\n", r"E-PARAMETER: notebooks/01_toy.smoke.yaml:1:1.*did you mean 'top_k'"),
-    ("fate: well\ntop_k: 0\n", r"E-RANGE: notebooks/01_toy.smoke.yaml:2:1: top_k = 0"),
-    ("fate: \xff\n", r"E-CONFIG.*not UTF-8 at byte 6"),
-])  # fmt: skip
-def test_a_protocol_file_that_is_no_flat_mapping_is_refused_at_its_place(fresh, text, message):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "top_k: 1\ntop_k: 2\n",
+            r"E-CONFIG: notebooks/01_toy.smoke.yaml:2:1: top_k is given twice",
+        ),
+        ("top_k: 1\n", "E-CONFIG: 01_toy.smoke.yaml: tier = 'cpu'; expected smoke"),
+        (
+            "top_k: !!python/tuple [1]\n",
+            r"E-CONFIG: notebooks/01_toy.smoke.yaml:1:8: a YAML tag",
+        ),
+        ("top_k: &x 1\nfate: *x\n", r"E-CONFIG.*1:8: a YAML anchor"),
+        ("top_k: [1, 2]\n", r"E-CONFIG.*1:1: expected one flat mapping"),
+        ("- 1\n", r"E-CONFIG.*1:1: expected name: value"),
+        ("%YAML 2.0\n---\ntop_k: 1\n", "E-CONFIG"),
+        ("a: " + "[" * 9999, "E-CONFIG"),
+        ("top_k: 1\n---\ntop_k: 2\n", "E-CONFIG"),
+        ("top_k: on\n", r"/01_toy.smoke.yaml:1:8: YAML 1.1"),
+        *(
+            (f"top_k: {text}\n", "1:8: YAML 1.1 and 1.2 do not read")
+            for text in (
+                "1:30",
+                "012",
+                "0o17",
+                "1_000",
+                "1e-5",
+                "1.0e5",
+                "2026-01-01",
+                "2026-13-45",
+            )
+        ),
+        ("top_k: 'open\n", r"E-CONFIG: notebooks/01_toy.smoke.yaml:2:1"),
+        ("top_k: =\n", "E-CONFIG"),
+        ("top_k: 1\n\ttop_k", r"E-CONFIG: notebooks/01_toy.smoke.yaml:2:1"),
+        ("<<: 1\n", "E-CONFIG"),
+        ("top_k:\n", r"E-TYPE.*expected int, found NoneType"),
+        (
+            "topk: 1\n",
+            r"E-PARAMETER: notebooks/01_toy.smoke.yaml:1:1.*did you mean 'top_k'",
+        ),
+        (
+            "fate: well\ntop_k: 0\n",
+            r"E-RANGE: notebooks/01_toy.smoke.yaml:2:1: top_k = 0",
+        ),
+        ("fate: \xff\n", r"E-CONFIG.*not UTF-8 at byte 6"),
+    ],
+)
+def test_a_protocol_file_that_is_no_flat_mapping_is_refused_at_its_place(
+    fresh, text, message
+):
     (fresh / "notebooks" / "01_toy.smoke.yaml").write_bytes(text.encode("latin-1"))
     refused(message, sources.find(fresh, "toy").settings, "smoke")

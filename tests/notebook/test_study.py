@@ -53,7 +53,16 @@ def light_kernels(environment, project, light):
 
 def start(folder, staging, *options, **more):
     """Start a study of the toy as a reader does; its processes carry the name of the project."""
-    command = [sys.executable, "-c", HEARD + MAIN, "study", "toy", "--on", "nano", *options]
+    command = [
+        sys.executable,
+        "-c",
+        HEARD + MAIN,
+        "study",
+        "toy",
+        "--on",
+        "nano",
+        *options,
+    ]
     env = {**os.environ, "TMPDIR": staging, "STUDY": str(folder), **more}
     reading = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=folder, env=env, **reading)
@@ -72,7 +81,9 @@ def processes(file, text):
 def ended(folder, seconds=10.0):
     """Whether all processes of a study end within so many seconds."""
     limit = time.monotonic() + seconds
-    while (left := processes("environ", f"STUDY={folder}\0")) and time.monotonic() < limit:
+    while (
+        left := processes("environ", f"STUDY={folder}\0")
+    ) and time.monotonic() < limit:
         time.sleep(0.05)
     return not left
 
@@ -89,7 +100,9 @@ def same_bits(one, other):
         assert getattr(one, part) == getattr(other, part), part
 
 
-def test_other_seeds_than_ranges_a_changed_protocol_and_arms_without_any_are_refused(fresh):
+def test_other_seeds_than_ranges_a_changed_protocol_and_arms_without_any_are_refused(
+    fresh,
+):
     seeds = {"0-9": [*range(10)], "3": [3], "0-2,7": [0, 1, 2, 7], "7, 0-1": [7, 0, 1]}
     assert {text: study.seeds(text) for text in seeds} == seeds
     for text in [*"5-2 1,1 0-3,2 ten 1, -1 1- 1.5 0x1 1-2-3 1234567890".split(), ""]:
@@ -97,24 +110,57 @@ def test_other_seeds_than_ranges_a_changed_protocol_and_arms_without_any_are_ref
     most = "names 10,000,000 seeds; expected at most 1,000 a call, since each is a run"
     refused(f"E-RANGE: --seeds 0-9999999 {most}", study.seeds, "0-9999999")
     assert len(study.seeds("0-998,2000")) == 1000
-    refused("E-RANGE: toy at nano: seed = 1001", study.study, "toy", "nano", [1001], folder=fresh)
-    study.add(Run("toy", "nano", "study", 0, (), settings={**SETTINGS, "top_k": 3}), fresh)
-    with pytest.raises(Refusal, match=r"E-POOL: protocol nano says top_k = 4, .* made with 3"):
+    refused(
+        "E-RANGE: toy at nano: seed = 1001",
+        study.study,
+        "toy",
+        "nano",
+        [1001],
+        folder=fresh,
+    )
+    study.add(
+        Run("toy", "nano", "study", 0, (), settings={**SETTINGS, "top_k": 3}), fresh
+    )
+    with pytest.raises(
+        Refusal, match=r"E-POOL: protocol nano says top_k = 4, .* made with 3"
+    ):
         study.study("toy", "nano", [1], folder=fresh)
     path = fresh / "notebooks" / "01_toy.ipynb"
     path.write_text(path.read_text().replace("arms: str", "rest: str"))
-    refused("E-RANGE: toy has no arms", study.study, "toy", "study", [0], arms="left", folder=fresh)
+    refused(
+        "E-RANGE: toy has no arms",
+        study.study,
+        "toy",
+        "study",
+        [0],
+        arms="left",
+        folder=fresh,
+    )
 
 
-@pytest.mark.parametrize(("arms", "asked", "wanted"), [
-    (None, None, "right"), (None, "all", "all"), (None, "left", "left"), (("left",), None, "right"),
-    (("right",), None, None), (("left", "right"), "all", None), (("left",), "all", "right"),
-    (("left",), "left", None), (("right",), "left,right", "left"), (("left",), "third", "third"),
-])  # fmt: skip
-def test_of_each_seed_what_is_missing_runs(fresh, monkeypatch, capsys, arms, asked, wanted):
+@pytest.mark.parametrize(
+    ("arms", "asked", "wanted"),
+    [
+        (None, None, "right"),
+        (None, "all", "all"),
+        (None, "left", "left"),
+        (("left",), None, "right"),
+        (("right",), None, None),
+        (("left", "right"), "all", None),
+        (("left",), "all", "right"),
+        (("left",), "left", None),
+        (("right",), "left,right", "left"),
+        (("left",), "third", "third"),
+    ],
+)
+def test_of_each_seed_what_is_missing_runs(
+    fresh, monkeypatch, capsys, arms, asked, wanted
+):
     begun = []
     monkeypatch.setattr(study, "_run_all", lambda todo, *_: begun.extend(todo))
-    (fresh / "notebooks" / "01_toy.nano.yaml").write_text("tier: study\ntop_k: 4\narms: right\n")
+    (fresh / "notebooks" / "01_toy.nano.yaml").write_text(
+        "tier: study\ntop_k: 4\narms: right\n"
+    )
     both = {"known_arms": ["left", "right"], "seconds": 1.0}
     run = Run("toy", "nano", "study", 3, (), settings=SETTINGS, manifest=both)
     if arms is not None:
@@ -124,16 +170,33 @@ def test_of_each_seed_what_is_missing_runs(fresh, monkeypatch, capsys, arms, ask
     expected = [{"seed": 3, "arms": wanted}] if wanted else []
     expected += [{"seed": 4, "arms": "third"}] if asked == "third" else []
     assert [job.overrides for job in begun] == expected
-    assert capsys.readouterr().out.startswith(f"toy at nano: 2 seeds, {len(begun)} to run\n")
+    assert capsys.readouterr().out.startswith(
+        f"toy at nano: 2 seeds, {len(begun)} to run\n"
+    )
 
 
-@pytest.mark.parametrize(("code", "told"), [
-    ("raise MemoryError", r"E-MEMORY: memory ran out \(MemoryError\); close other programs"),
-    ("import os; os.kill(os.getpid(), 9)", r"E-RUN: it was killed by signal 9 \(out of mem"),
-    ("raise KeyError('x')", "E-RUN: it ended with status 1; its last lines: .* KeyError: 'x'"),
-    ("import sys; sys.exit('E-DISK: no room')", "E-DISK: no room"),
-    (DISK, r"E-DISK: OSError: \[Errno 28\] No space left on device: '/place'; make room there"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (
+            "raise MemoryError",
+            r"E-MEMORY: memory ran out \(MemoryError\); close other programs",
+        ),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            r"E-RUN: it was killed by signal 9 \(out of mem",
+        ),
+        (
+            "raise KeyError('x')",
+            "E-RUN: it ended with status 1; its last lines: .* KeyError: 'x'",
+        ),
+        ("import sys; sys.exit('E-DISK: no room')", "E-DISK: no room"),
+        (
+            DISK,
+            r"E-DISK: OSError: \[Errno 28\] No space left on device: '/place'; make room there",
+        ),
+    ],
+)
 def test_what_ended_a_run_is_told_in_one_line(tmp_path, monkeypatch, code, told):
     monkeypatch.setattr(study, "CHILD", code)
     ((_, outcome),) = side_by_side([Job("toy", "nano")], tmp_path, 1)
@@ -146,7 +209,10 @@ def test_an_interrupt_ends_all_processes_and_starts_no_more(tmp_path, monkeypatc
     monkeypatch.setattr(study, "CHILD", waits)
     jobs = [Job(name, "smoke") for name in ("short", "long", "long", "long", "long")]
     begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), closing(side_by_side(jobs, tmp_path, 3)) as outcomes:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        closing(side_by_side(jobs, tmp_path, 3)) as outcomes,
+    ):
         for job, outcome in outcomes:
             assert (job.notebook, outcome) == ("short", Path("done"))
             raise KeyboardInterrupt
@@ -161,7 +227,9 @@ def committed(tmp_path_factory, project):
 
 @pytest.fixture
 def cloned(tmp_path, committed):
-    subprocess.run(["git", "clone", "-q", str(committed), str(tmp_path / "toy")], check=True)
+    subprocess.run(
+        ["git", "clone", "-q", str(committed), str(tmp_path / "toy")], check=True
+    )
     return tmp_path / "toy"
 
 
@@ -177,8 +245,10 @@ def staging():
 def studied(tmp_path_factory, committed):
     """Seeds 0, 1 and one that fails, two at a time, after edits that were not committed."""
     folder = shutil.copytree(committed, tmp_path_factory.mktemp("two") / "toy")
-    edits = {"notebooks/01_toy.ipynb": ("0.125 * top_k", "0.1 * top_k"),
-             "moebook/notebook/session.py": ("    gc.freeze()", "    1 / 0")}  # fmt: skip
+    edits = {
+        "notebooks/01_toy.ipynb": ("0.125 * top_k", "0.1 * top_k"),
+        "moebook/notebook/session.py": ("    gc.freeze()", "    1 / 0"),
+    }
     for name, (old, new) in edits.items():
         text = (folder / name).read_text()
         assert old in text
@@ -191,7 +261,9 @@ def studied(tmp_path_factory, committed):
     return folder, out
 
 
-def test_a_study_runs_the_commit_without_edits_and_goes_on_after_a_seed_that_fails(studied):
+def test_a_study_runs_the_commit_without_edits_and_goes_on_after_a_seed_that_fails(
+    studied,
+):
     folder, out = studied
     assert [run.seed for run in stored(folder)] == [0, 1]
     begun, warned, *lines = out.splitlines()
@@ -205,7 +277,9 @@ def test_a_study_runs_the_commit_without_edits_and_goes_on_after_a_seed_that_fai
     bad = r"seed 13: failed: E-CELL: cell In \[7\] .*ZeroDivisionError.*; the failed copy is (\S+)"
     match = re.match(bad, by_seed["seed 13"])
     assert match and (folder / match[1]).is_file()
-    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True).strip()
+    head = subprocess.check_output(
+        ["git", "rev-parse", "HEAD"], cwd=folder, text=True
+    ).strip()
     assert study.freeze(copy := folder / "runs" / "frozen" / head[:12]) == copy
     for run in stored(folder):
         values = {value.name: value.value for value in run.values}
@@ -216,13 +290,18 @@ def test_a_study_runs_the_commit_without_edits_and_goes_on_after_a_seed_that_fai
     assert not list(folder.glob("runs/mine/**/*.ipynb")), "what readers ran is theirs"
 
 
-def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(studied, cloned, staging):
+def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(
+    studied, cloned, staging
+):
     process = start(cloned, staging, "--seeds", "0,60", "--jobs", "1")
     while not list(cloned.glob("runs/frozen/*/started")) and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (130, "interrupted; nothing half-written was left\n")
+    assert (process.returncode, errors) == (
+        130,
+        "interrupted; nothing half-written was left\n",
+    )
     assert out.count("seed 0: ") == 1 and "seed 60" not in out
     assert ended(cloned, 1.0) and os.listdir(staging) == []
     (alone,) = stored(cloned)
@@ -248,7 +327,11 @@ def test_without_ray_or_a_cluster_of_it_a_line_says_so(fresh, monkeypatch):
 def cluster():
     """A Ray cluster of one CPU, to which tests add nodes."""
     utils = pytest.importorskip("ray.cluster_utils")
-    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    head = {
+        "num_cpus": 1,
+        "include_dashboard": False,
+        "object_store_memory": 80 * 2**20,
+    }
     made = utils.Cluster(initialize_head=True, head_node_args=head)
     yield made
     made.shutdown()
@@ -267,10 +350,14 @@ def waits(running, until):
 
 @pytest.mark.soak
 @pytest.mark.timeout(240)
-def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(studied, cloned, cluster):
+def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(
+    studied, cloned, cluster
+):
     node = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
     options = ("--seeds", "0,1", "--engine", "ray")
-    running = start(cloned, tempfile.gettempdir(), *options, RAY_ADDRESS=cluster.address)
+    running = start(
+        cloned, tempfile.gettempdir(), *options, RAY_ADDRESS=cluster.address
+    )
     waits(running, lambda: len(at_work()) == 2)
     cluster.remove_node(node, allow_graceful=False)
     out, errors = running.communicate(timeout=200)
@@ -280,10 +367,14 @@ def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(studied, 
 
 
 @pytest.mark.timeout(280)
-def test_a_run_gets_its_gpu_and_what_no_node_can_give_any_more_is_told_at_once(cloned, cluster):
+def test_a_run_gets_its_gpu_and_what_no_node_can_give_any_more_is_told_at_once(
+    cloned, cluster
+):
     def begin(gpus, seeds):
         options = ("--seeds", seeds, "--engine", "ray", "--gpus-per-run", gpus)
-        return start(cloned, tempfile.gettempdir(), *options, RAY_ADDRESS=cluster.address)
+        return start(
+            cloned, tempfile.gettempdir(), *options, RAY_ADDRESS=cluster.address
+        )
 
     node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80 * 2**20)
     lacks = "E-CLUSTER: a run needs 1 CPU and {} GPU of one node, which none has (most GPUs: {})"
@@ -300,11 +391,16 @@ def test_a_run_gets_its_gpu_and_what_no_node_can_give_any_more_is_told_at_once(c
     assert [run.seed for run in stored(cloned)] == [0]
 
 
-def test_gpus_of_a_run_are_of_a_cluster_and_a_part_of_one_or_whole(fresh, monkeypatch, capsys):
+def test_gpus_of_a_run_are_of_a_cluster_and_a_part_of_one_or_whole(
+    fresh, monkeypatch, capsys
+):
     monkeypatch.chdir(commit(fresh))
     command = ["study", "toy", "--on", "nano", "--seeds", "0", "--gpus-per-run"]
     assert cli.main([*command, "1"]) == 2
-    assert capsys.readouterr().err == "E-USAGE: moebook study: --gpus-per-run needs --engine ray\n"
+    assert (
+        capsys.readouterr().err
+        == "E-USAGE: moebook study: --gpus-per-run needs --engine ray\n"
+    )
     for gpus in ("1.5", "-1", "nan", "inf", "0.00001"):
         assert cli.main([*command, gpus, "--engine", "ray"]) == 2
         assert capsys.readouterr().err.startswith("E-RANGE: GPUs of a run are")
@@ -318,9 +414,19 @@ def test_tasks_of_a_slurm_array_fill_one_pool_at_once(cloned, staging, tmp_path)
     command = place / "moebook"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{MAIN}" "$@"\n')
     command.chmod(0o755)
-    env = {**os.environ, "TMPDIR": staging, "STUDY": str(cloned), "SLURM_SUBMIT_DIR": str(cloned),
-           "PATH": f"{place}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    env = {
+        **os.environ,
+        "TMPDIR": staging,
+        "STUDY": str(cloned),
+        "SLURM_SUBMIT_DIR": str(cloned),
+        "PATH": f"{place}{os.pathsep}{os.environ['PATH']}",
+    }
+    piped = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "cwd": tmp_path,
+    }
 
     def task(seed, *words):
         given = env | ({"SLURM_ARRAY_TASK_ID": seed} if seed else {})
@@ -328,23 +434,39 @@ def test_tasks_of_a_slurm_array_fill_one_pool_at_once(cloned, staging, tmp_path)
 
     for seed, words in (("", ("toy", "nano")), ("3", ("toy",))):
         _, errors = (wrong := task(seed, *words)).communicate()
-        assert wrong.returncode == 2 and errors.startswith("study.sbatch: expected sbatch")
+        assert wrong.returncode == 2 and errors.startswith(
+            "study.sbatch: expected sbatch"
+        )
     tasks = [task(seed, "toy", "nano", "--arms", "left") for seed in ("3", "4", "13")]
     ends = [each.communicate(timeout=200) for each in tasks]
     assert [each.returncode for each in tasks] == [0, 0, 1], ends
-    assert [(run.seed, run.arms) for run in stored(cloned)] == [(3, ("left",)), (4, ("left",))]
+    assert [(run.seed, run.arms) for run in stored(cloned)] == [
+        (3, ("left",)),
+        (4, ("left",)),
+    ]
     assert store.unsealed(cloned) == {}, "the list of hashes has both"
 
 
 def mill(source, copy, *options):
     """Run plain papermill from another folder, as its command line does; return its errors."""
     code = "from papermill.cli import papermill; papermill()"
-    command = [sys.executable, "-c", code, str(source), str(copy), "--kernel", "python3", *options]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(source),
+        str(copy),
+        "--kernel",
+        "python3",
+        *options,
+    ]
     done = subprocess.run(command, cwd=copy.parent, capture_output=True, text=True)
     return done.stderr if done.returncode else ""
 
 
-def test_what_plain_papermill_left_is_taken_in_once(fresh, tmp_path, monkeypatch, capsys):
+def test_what_plain_papermill_left_is_taken_in_once(
+    fresh, tmp_path, monkeypatch, capsys
+):
     source, milled = fresh / "notebooks" / "01_toy.ipynb", tmp_path / "out.ipynb"
     errors = mill(source, tmp_path / "wrong.ipynb", "-p", "topk", "1")
     assert "unknown parameter 'topk'; did you mean 'top_k'" in errors
@@ -352,7 +474,9 @@ def test_what_plain_papermill_left_is_taken_in_once(fresh, tmp_path, monkeypatch
     assert mill(source, milled, *options) == ""
     monkeypatch.chdir(fresh)
     assert cli.main(["study", "--add", str(milled)]) == 0
-    assert capsys.readouterr().out == "toy at nano, seed 5: results/toy/nano/5.parquet\n"
+    assert (
+        capsys.readouterr().out == "toy at nano, seed 5: results/toy/nano/5.parquet\n"
+    )
     (run,) = stored(fresh)
     assert (run.seed, run.arms, run.settings) == (5, ("left", "right"), SETTINGS)
     assert run.code["notebook"] == results.files.source(source)
@@ -363,17 +487,36 @@ def test_what_plain_papermill_left_is_taken_in_once(fresh, tmp_path, monkeypatch
     path, text = fresh / "results" / "toy" / "nano" / "5.parquet", milled.read_text()
     before, other = path.read_bytes(), fresh / "other.ipynb"
     for old, new, message in (
-        ("seed = 5", "seed = 5", "E-POOL: toy/nano, seed 5: two files hold the arm left"),
-        ("top_k = 4", "top_k = 3", "E-PARAMETER: other.ipynb: top_k should be 3, and the kernel"),
-        ('"end_time": "', '"end": "', "E-RUN: other.ipynb does not say when it was executed"),
-        ("toy/", "tyo/", "E-NOTEBOOK: other.ipynb records values of 'tyo'; did you mean 'toy'"),
+        (
+            "seed = 5",
+            "seed = 5",
+            "E-POOL: toy/nano, seed 5: two files hold the arm left",
+        ),
+        (
+            "top_k = 4",
+            "top_k = 3",
+            "E-PARAMETER: other.ipynb: top_k should be 3, and the kernel",
+        ),
+        (
+            '"end_time": "',
+            '"end": "',
+            "E-RUN: other.ipynb does not say when it was executed",
+        ),
+        (
+            "toy/",
+            "tyo/",
+            "E-NOTEBOOK: other.ipynb records values of 'tyo'; did you mean 'toy'",
+        ),
     ):
         assert old in text
         other.write_text(text.replace(old, new))
         assert cli.main(["study", "--add", str(other)]) == 2
         assert capsys.readouterr().err.startswith(message)
         assert [p.read_bytes() for p in path.parent.iterdir()] == [before]
-    for word, value, message in (("top_k", "3", "; beside 'nano' top_k = 3"), ("tier", "cpu", "")):
+    for word, value, message in (
+        ("top_k", "3", "; beside 'nano' top_k = 3"),
+        ("tier", "cpu", ""),
+    ):
         assert mill(source, other, *options, "-p", word, value) == ""
         assert cli.main(["study", "--add", str(other)]) == 2
         told = capsys.readouterr().err

@@ -32,7 +32,9 @@ sys.exit(7)
 def place(tmp_path_factory):
     """The socket of a process that forks, with a secret in our environment."""
     directory = tmp_path_factory.mktemp("w")
-    with warm.warm(directory, publish.environment(), ["json", "ipykernel.kernelapp"]) as place:
+    with warm.warm(
+        directory, publish.environment(), ["json", "ipykernel.kernelapp"]
+    ) as place:
         if place is None:
             pytest.skip("nothing is forked here: no Linux, or a GPU")
         yield place
@@ -43,7 +45,10 @@ def both(place, tmp_path, monkeypatch):
     """Run a command as a fork and as a new process; return what each left."""
 
     def run(*command):
-        env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}", "HERE": "ä"}
+        env = os.environ | {
+            "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}",
+            "HERE": "ä",
+        }
         found = []
         for forked in (True, False):
             (tmp_path / "input").write_text("a question")
@@ -54,14 +59,21 @@ def both(place, tmp_path, monkeypatch):
             ):
                 files = [file.fileno() for file in (given, output, errors)]
                 if forked:
-                    process = children.Fork(place, command, env=env, cwd=tmp_path, files=files)
+                    process = children.Fork(
+                        place, command, env=env, cwd=tmp_path, files=files
+                    )
                     assert process.wait() == process.poll() == process.returncode
                     assert process.seconds > 0
                 else:
                     process = subprocess.Popen(
-                        [sys.executable, *command], env=env, cwd=tmp_path, stdin=given,
-                        stdout=output, stderr=errors, start_new_session=True,
-                    )  # fmt: skip
+                        [sys.executable, *command],
+                        env=env,
+                        cwd=tmp_path,
+                        stdin=given,
+                        stdout=output,
+                        stderr=errors,
+                        start_new_session=True,
+                    )
                     process.wait()
             texts = [(tmp_path / name).read_text() for name in ("output", "errors")]
             found.append((process.returncode, *texts))
@@ -76,17 +88,30 @@ def test_a_fork_runs_a_command_as_a_new_python_does(both, tmp_path, way):
     forked, new = both(way, LOOK if way == "-c" else "look", "--one", "two")
     (status, output, errors), (_, expected, _) = forked, new
     told, expected = json.loads(output), json.loads(expected)
-    if way == "-m":  # which names its folder by itself, where a fork has the working directory
+    if (
+        way == "-m"
+    ):  # which names its folder by itself, where a fork has the working directory
         expected["path"][0] = ""
     assert told == expected
     assert (status, errors, told["input"]) == (7, "a complaint\n", "a question")
 
 
-@pytest.mark.parametrize("code", ["import os; os.kill(os.getpid(), 9)", "1 / 0", "pass",
-                                  "import os; os._exit(3)", "raise SystemExit('no')"])  # fmt: skip
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.kill(os.getpid(), 9)",
+        "1 / 0",
+        "pass",
+        "import os; os._exit(3)",
+        "raise SystemExit('no')",
+    ],
+)
 def test_a_fork_ends_as_a_new_python_does(both, code):
     forked, new = both("-c", code)
-    assert forked[:2] == new[:2] and forked[2].splitlines()[-1:] == new[2].splitlines()[-1:]
+    assert (
+        forked[:2] == new[:2]
+        and forked[2].splitlines()[-1:] == new[2].splitlines()[-1:]
+    )
 
 
 def test_no_secret_reaches_a_fork_that_was_not_given_it(both):
@@ -124,7 +149,9 @@ def test_whoever_is_killed_nobody_who_depends_on_it_stays(fresh, light, place, v
     while not (fresh / "started").exists() and time.monotonic() < limit:
         time.sleep(0.05)
     several = sorted(processes(fresh))
-    assert len(several) == 4  # the parent, the process that forks, the runner and its kernel
+    assert (
+        len(several) == 4
+    )  # the parent, the process that forks, the runner and its kernel
     number = {"parent": 0, "forks": 1, "runner": 2}[victim]
     os.kill(several[number], signal.SIGKILL)
     asker.wait(timeout=30)
@@ -145,7 +172,8 @@ def test_a_notebook_leaves_in_a_fork_what_it_leaves_in_a_new_kernel(fresh, place
     for part in ("values", "curves", "arms", "settings", "rows", "code"):
         assert getattr(forked, part) == getattr(new, part), part
     same = {
-        name: (forked.manifest[name], new.manifest[name]) for name in ("environment", "stripped")
+        name: (forked.manifest[name], new.manifest[name])
+        for name in ("environment", "stripped")
     }
     assert all(one == other for one, other in same.values())
     assert 0 < forked.manifest["cpu_seconds"] < new.manifest["cpu_seconds"]
@@ -162,5 +190,7 @@ def test_where_there_is_a_gpu_nothing_is_forked(tmp_path, monkeypatch):
 def test_a_process_that_could_not_import_is_told_in_one_line(tmp_path):
     with warm.warm(tmp_path, publish.environment(), ["no_such_library"]) as place:
         ask = (place, ["-c", "pass"])
-        refused("E-KERNEL: the process that imports the libraries has ended",
-                lambda: children.Fork(*ask, env={}, cwd=tmp_path, files=[0, 1, 2]))  # fmt: skip
+        refused(
+            "E-KERNEL: the process that imports the libraries has ended",
+            lambda: children.Fork(*ask, env={}, cwd=tmp_path, files=[0, 1, 2]),
+        )

@@ -48,8 +48,12 @@ def taken_in(fresh):
     def read(notebook: Notebook, added: bool = True):
         path = fresh / "mine.ipynb"
         path.write_text(json.dumps(notebook))
-        assert compare(path, fresh).startswith("mine.ipynb: notebook toy, tier study, 4 values")
-        return study.add_notebook(path, fresh)[0] if added else read_notebook(path, fresh)
+        assert compare(path, fresh).startswith(
+            "mine.ipynb: notebook toy, tier study, 4 values"
+        )
+        return (
+            study.add_notebook(path, fresh)[0] if added else read_notebook(path, fresh)
+        )
 
     return read
 
@@ -106,7 +110,12 @@ def add_a_cell(notebook: Notebook) -> None:
 
 
 def end_in_an_error(notebook: Notebook) -> None:
-    error = {"output_type": "error", "ename": "NameError", "evalue": "x", "traceback": []}
+    error = {
+        "output_type": "error",
+        "ename": "NameError",
+        "evalue": "x",
+        "traceback": [],
+    }
     code(notebook)[-1]["outputs"].append(error)
 
 
@@ -131,13 +140,25 @@ def tamper_with_the_notes(notebook: Notebook) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Notebook], None], str]] = {
-    "the upper cells ran again": (rerun_upper_cells, "E-OUTPUT: .*cell 1 ran as In .8., not as"),
-    "one cell ran again": (rerun_one, r"E-OUTPUT: mine.ipynb: code cell 6 ran as In \[8\], not"),
+    "the upper cells ran again": (
+        rerun_upper_cells,
+        "E-OUTPUT: .*cell 1 ran as In .8., not as",
+    ),
+    "one cell ran again": (
+        rerun_one,
+        r"E-OUTPUT: mine.ipynb: code cell 6 ran as In \[8\], not",
+    ),
     "two cells are exchanged": (exchange_two, "E-OUTPUT: .*code cell 6 ran as In .7."),
     "a cell is deleted": (delete_one, "E-OUTPUT: .*code cell 5 ran as In .6."),
-    "no cell has a count": (clear_counts, "E-OUTPUT: .*code cell 1 did not run; restart"),
+    "no cell has a count": (
+        clear_counts,
+        "E-OUTPUT: .*code cell 1 did not run; restart",
+    ),
     "a cell did not run": (add_a_cell, "E-OUTPUT: .*code cell 8 did not run; restart"),
-    "an error at the end": (end_in_an_error, r"E-OUTPUT: .*In \[7\] holds an error: NameError: x"),
+    "an error at the end": (
+        end_in_an_error,
+        r"E-OUTPUT: .*In \[7\] holds an error: NameError: x",
+    ),
     "papermill's cell is edited": (
         lambda notebook: swap(code(notebook)[2], "seed = 5", "seed = 7"),
         "E-PARAMETER: mine.ipynb: seed should be 7, and the kernel had 5",
@@ -155,9 +176,15 @@ WRONG: dict[str, tuple[Callable[[Notebook], None], str]] = {
         r"E-RUN: mine.ipynb: In \[5\] is not the cell that ran",
     ),
     "the begin is gone": (lose_the_note, "E-RUN: .*no note of `notebook.begin`"),
-    "an output is gone": (lose_an_output, r"E-RUN: .*In \[5\] is not the cell that ran, or its"),
+    "an output is gone": (
+        lose_an_output,
+        r"E-RUN: .*In \[5\] is not the cell that ran, or its",
+    ),
     "it begins twice": (begin_twice, r"E-OUTPUT: .*In \[5\] begins a second run"),
-    "notes are no notes": (tamper_with_the_notes, "E-RUN: .*In .one. is not the cell that ran"),
+    "notes are no notes": (
+        tamper_with_the_notes,
+        "E-RUN: .*In .one. is not the cell that ran",
+    ),
 }
 
 
@@ -196,14 +223,20 @@ def leave_keys_out(notebook: Notebook) -> None:
 RIGHT = (lambda notebook: None, remark, add_empty_cells, leave_keys_out)
 
 
-@pytest.mark.parametrize("change", RIGHT, ids=["as it is", "remark", "empty cells", "keys"])
-def test_what_a_kernel_saw_is_taken_in_whatever_surrounds_it(milled, taken_in, fresh, change):
+@pytest.mark.parametrize(
+    "change", RIGHT, ids=["as it is", "remark", "empty cells", "keys"]
+)
+def test_what_a_kernel_saw_is_taken_in_whatever_surrounds_it(
+    milled, taken_in, fresh, change
+):
     notebook = copy.deepcopy(milled)
     change(notebook)
     run = taken_in(notebook)
     assert (run.seed, run.settings["top_k"], run.arms) == (5, 4, ("left", "right"))
     assert set(run.manifest["parameters"]) == {"tier", "seed", "arms", "top_k", "fate"}
-    assert run.code["notebook"] == results.files.source(fresh / "notebooks" / "01_toy.ipynb")
+    assert run.code["notebook"] == results.files.source(
+        fresh / "notebooks" / "01_toy.ipynb"
+    )
 
 
 def test_a_byte_order_mark_changes_nothing(milled, fresh):
@@ -212,7 +245,9 @@ def test_a_byte_order_mark_changes_nothing(milled, fresh):
     assert study.add_notebook(path, fresh)[0].seed == 5
 
 
-def test_what_ran_again_after_papermill_has_neither_its_day_nor_its_time(milled, taken_in, fresh):
+def test_what_ran_again_after_papermill_has_neither_its_day_nor_its_time(
+    milled, taken_in, fresh
+):
     notebook = copy.deepcopy(milled)
     assert 0 < taken_in(notebook, added=False).manifest["seconds"] < 60
     assert "begun" in json.dumps(notebook)
@@ -220,7 +255,12 @@ def test_what_ran_again_after_papermill_has_neither_its_day_nor_its_time(milled,
     manifest = taken_in(notebook, added=False).manifest
     assert manifest["seconds"] is None and "date" not in manifest
     path = fresh / "mine.ipynb"
-    refused("E-RUN: mine.ipynb does not say when it was executed", study.add_notebook, path, fresh)
+    refused(
+        "E-RUN: mine.ipynb does not say when it was executed",
+        study.add_notebook,
+        path,
+        fresh,
+    )
 
 
 def insert(folder, source, behind):
@@ -235,9 +275,21 @@ def insert(folder, source, behind):
 
 SCRATCH = "# try\nseed = 9\ntop_k = 50"
 READERS = [
-    ("tier: str", [SCRATCH], r"In \[5\] .*: top_k was given as 1, and a cell made it 50"),
-    ("notebook.begin", [SCRATCH], r"In \[6\] .*: seed was 3 for `begin`, and a cell made it 9"),
-    ("notebook.begin", ["seed = 9", "seed = 3"], r"In \[7\] .*: seed was 3 .* made it 9"),
+    (
+        "tier: str",
+        [SCRATCH],
+        r"In \[5\] .*: top_k was given as 1, and a cell made it 50",
+    ),
+    (
+        "notebook.begin",
+        [SCRATCH],
+        r"In \[6\] .*: seed was 3 for `begin`, and a cell made it 9",
+    ),
+    (
+        "notebook.begin",
+        ["seed = 9", "seed = 3"],
+        r"In \[7\] .*: seed was 3 .* made it 9",
+    ),
 ]
 
 
@@ -262,19 +314,29 @@ def test_a_run_is_refused_whose_kernel_had_other_values_than_were_asked_for(
     insert(fresh, "seed = 9", "tier: str")
     code = "import moebook.notebook.session as s; s._given = lambda cells: {}"
     path = fresh / "notebooks" / "01_toy.ipynb"
-    path.write_text(path.read_text().replace("import json, os", f"{code}\\nimport json, os"))
+    path.write_text(
+        path.read_text().replace("import json, os", f"{code}\\nimport json, os")
+    )
     message = "E-PARAMETER: seed should be 3, and the kernel had 9"
     refused(message, run_notebook, "toy", "smoke", {"seed": 3}, folder=fresh)
 
 
 @pytest.mark.parametrize("tag", ["skip-execution", "raises-exception"])
-def test_a_cell_that_papermill_would_leave_out_is_refused_before_the_run(fresh, monkeypatch, tag):
+def test_a_cell_that_papermill_would_leave_out_is_refused_before_the_run(
+    fresh, monkeypatch, tag
+):
     path = fresh / "notebooks" / "01_toy.ipynb"
     notebook = json.loads(path.read_text())
     notebook["cells"][-1]["metadata"]["tags"] = [tag]
     path.write_text(json.dumps(notebook))
     monkeypatch.setattr("papermill.execute_notebook", None)
-    refused(f"E-NOTEBOOK: .*01_toy.ipynb: .*{tag}", run_notebook, "toy", "smoke", folder=fresh)
+    refused(
+        f"E-NOTEBOOK: .*01_toy.ipynb: .*{tag}",
+        run_notebook,
+        "toy",
+        "smoke",
+        folder=fresh,
+    )
 
 
 def without_outputs(notebook):
@@ -310,7 +372,9 @@ def test_what_the_list_reads_runs(fresh, light, monkeypatch, write):
     path = fresh / "notebooks" / "01_toy.ipynb"
     path.write_text(write(json.loads(path.read_text())), encoding="utf-8")
     outcome = run_notebook("toy", "smoke", folder=fresh)
-    assert len(outcome.run.values) == 4 and len(outcome.run.manifest["cell_seconds"]) == 7
+    assert (
+        len(outcome.run.values) == 4 and len(outcome.run.manifest["cell_seconds"]) == 7
+    )
     copied = outcome.notebook.rename(fresh / "page.ipynb")  # away from its run
     run = read_notebook(copied, fresh)
     assert (run.values, run.code) == (outcome.run.values, outcome.run.code)
@@ -338,7 +402,13 @@ def test_a_value_is_not_recorded_once_a_cell_has_set_a_parameter_anew(left, now)
     run, _, values = started()
     values["steps"] = now
     for keep in (run.record, lambda name, value, unit: run.curve(name, [value], unit)):
-        refused("E-PARAMETER: steps was 3 for `begin`, and a cell made it", keep, "a", 1.0, "nats")
+        refused(
+            "E-PARAMETER: steps was 3 for `begin`, and a cell made it",
+            keep,
+            "a",
+            1.0,
+            "nats",
+        )
     run.witness.look()  # as it does after the cell
     values["steps"] = 3
     refused("E-PARAMETER: steps was 3", run.record, "a", 1.0, "nats")
@@ -353,8 +423,13 @@ def test_a_text_may_go_on_as_what_it_names_and_a_number_as_its_equal(left):
     run.record("b", 1.0, "nats")
     assert sum(VALUE in bundle for bundle in left) == 2
     values["plan"] = "a"
-    refused("E-PARAMETER: plan was 'a,b' for `begin`, and a cell made it 'a'",
-            run.record, "c", 1.0, "nats")  # fmt: skip
+    refused(
+        "E-PARAMETER: plan was 'a,b' for `begin`, and a cell made it 'a'",
+        run.record,
+        "c",
+        1.0,
+        "nats",
+    )
 
 
 def test_each_cell_is_noted_once_before_the_next_value(left):
@@ -368,10 +443,15 @@ def test_each_cell_is_noted_once_before_the_next_value(left):
     assert noted()[1]["4"] == results.files.cell_digest("x = 1  # a remark")
 
 
-@pytest.mark.parametrize("source", [
-    "# Parameters of the plot\nwidth = max(3, 4)", "# Parameters: mine\nimport os",
-    "#Parameters\nimport os", "width = 3\n# Parameters\nimport os",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "source",
+    [
+        "# Parameters of the plot\nwidth = max(3, 4)",
+        "# Parameters: mine\nimport os",
+        "#Parameters\nimport os",
+        "width = 3\n# Parameters\nimport os",
+    ],
+)
 def test_a_cell_about_parameters_is_not_papermills(left, source):
     assert started(source)[0].tier == "cpu"
 
@@ -379,16 +459,27 @@ def test_a_cell_about_parameters_is_not_papermills(left, source):
 def test_what_papermill_adds_by_itself_is_no_parameter(left):
     paths = 'PAPERMILL_INPUT_PATH = "a.ipynb"\nPAPERMILL_OUTPUT_PATH = "b.ipynb"'
     assert started(f"# Parameters\nsteps = 4\n{paths}", steps=4)[0].tier == "cpu"
-    refused("E-PARAMETER: .*unknown parameter 'PAPERMIL'", started, "# Parameters\nPAPERMIL = 1")
+    refused(
+        "E-PARAMETER: .*unknown parameter 'PAPERMIL'",
+        started,
+        "# Parameters\nPAPERMIL = 1",
+    )
 
 
 def test_a_cell_before_begin_may_not_set_what_papermill_was_given(left):
     given = "# Parameters\nsteps = 4\n"
-    refused("E-PARAMETER: steps was given as 4, and a cell made it 9 before `begin`",
-            started, given, "steps = 9", steps=9)  # fmt: skip
+    refused(
+        "E-PARAMETER: steps was given as 4, and a cell made it 9 before `begin`",
+        started,
+        given,
+        "steps = 9",
+        steps=9,
+    )
     started("steps = 9", steps=9)
     (note,) = [bundle[NOTE] for bundle in left if "parameters" in bundle.get(NOTE, {})]
-    assert note["parameters"]["steps"] == 9, "which the cells do not say: `compare` refuses it"
+    assert note["parameters"]["steps"] == 9, (
+        "which the cells do not say: `compare` refuses it"
+    )
 
 
 CASES = {

@@ -15,7 +15,11 @@ FINDINGS = papers.audit()
 
 
 def odd(paper, kind):
-    return [f for f in FINDINGS if (f.paper, f.kind) == (paper, kind) and f.status != "agrees"]
+    return [
+        f
+        for f in FINDINGS
+        if (f.paper, f.kind) == (paper, kind) and f.status != "agrees"
+    ]
 
 
 def test_a_printed_number_is_judged_by_its_last_digit():
@@ -71,7 +75,9 @@ def test_averages_are_recomputed_as_exact_fractions_give_them(paper):
         theirs = [] if name.startswith("figure_") else list(means(paper, name))
         for finding, (row, result, digit, mean) in zip(ours, theirs, strict=True):
             assert finding.printed.strip("%") == result, row
-            assert float(finding.recomputed) == pytest.approx(float(mean), abs=float(digit) / 100)
+            assert float(finding.recomputed) == pytest.approx(
+                float(mean), abs=float(digit) / 100
+            )
             agrees = abs(Fraction(result) - mean) <= digit / 2
             assert (finding.status == "agrees") == agrees, row
         checked += len(theirs)
@@ -104,9 +110,14 @@ def test_the_report_counts_every_paper_and_folds_equal_lines():
     with pytest.raises(Refusal, match="did you mean 'esft'"):
         papers.audit("esfd")
     text = papers.report(FINDINGS)
-    assert [line.split(":")[0] for line in text.splitlines() if line[0] != " "] == [*papers.PAPERS]
+    assert [line.split(":")[0] for line in text.splitlines() if line[0] != " "] == [
+        *papers.PAPERS
+    ]
     assert text.count("the mean of ARC-c, ARC-e, GSM8K, MBPP alone") <= 2
-    assert "  agrees" in papers.report(FINDINGS, everything=True) and "  agrees" not in text
+    assert (
+        "  agrees" in papers.report(FINDINGS, everything=True)
+        and "  agrees" not in text
+    )
 
 
 @pytest.fixture
@@ -193,7 +204,12 @@ PLANTED = {  # what is written, and (kind, printed, recomputed, explanation) of 
     ),
     "nothing across settings": (SETTINGS, []),
     "nothing from damaged cells": (
-        [MEAN + rows(("x", "10.0 20.0 60.0 99.0")).replace("x,b,20.0,,", "x,b,20.0,,damaged")],
+        [
+            MEAN
+            + rows(("x", "10.0 20.0 60.0 99.0")).replace(
+                "x,b,20.0,,", "x,b,20.0,,damaged"
+            )
+        ],
         [],
     ),
 }
@@ -220,7 +236,8 @@ def test_numbers_of_the_text_are_recomputed_and_a_round_one_explained(audited):
         ("75", "same", "row: x, column: b"),
     ]
     text = "".join(
-        stated(number, f'is: {kind}, of: [{{table: "1", {rest}}}]') for number, kind, rest in cells
+        stated(number, f'is: {kind}, of: [{{table: "1", {rest}}}]')
+        for number, kind, rest in cells
     )
     body = rows(("x", "10.0 77.3"), ("y", "20.0 2.0"), ("z", "30.0 3.0"), columns="a b")
     found = audited("---\n" + body, stated=text)

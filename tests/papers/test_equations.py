@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 EQUATIONS = {"pesc": 10, "router_init": 4, "rocket": 17, "esft": 8}
 PAGES = {**EQUATIONS, "rivals": 0}  # a page on eight papers has no numbers of its own
 BLOCK = re.compile(r"```\{literalinclude\} \.\./(\S+)\n((?::.*\n)*)")
-NUMBER = re.compile(r"\\tag\{(\d+)\}|\((\d+)\)\s*\$|^\s*(?:\\n)?\((\d+)\)\s*$", re.MULTILINE)
+NUMBER = re.compile(
+    r"\\tag\{(\d+)\}|\((\d+)\)\s*\$|^\s*(?:\\n)?\((\d+)\)\s*$", re.MULTILINE
+)
 
 
 def rows(paper):
@@ -56,7 +58,9 @@ def test_every_numbered_equation_has_a_row_with_a_function_and_a_test_that_are_t
     for block in blocks(paper):
         path, name = block["path"], block["pyobject"]
         nodes = ast.parse((ROOT / path).read_text("utf-8")).body
-        assert name in {getattr(node, "name", None) for node in nodes}, f"{path} has no {name}"
+        assert name in {getattr(node, "name", None) for node in nodes}, (
+            f"{path} has no {name}"
+        )
         if path.startswith("moebook/"):
             module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
             assert callable(getattr(module, name))

@@ -28,7 +28,8 @@ NUMERIC = {
     "rocket": "1 2 3 4 5 6 7 8 9 10 12",
     "esft": "1 2 3",
 }
-WITH_EXAMPLES = {("rocket", "8")}  # rows end in examples of the data, which are full of numbers
+# Rows end in examples of the data, which are full of numbers.
+WITH_EXAMPLES = {("rocket", "8")}
 CLAIMS = papers.claims()
 CLAIM = """\
 - id: pesc.one
@@ -105,7 +106,9 @@ def test_an_unknown_paper_table_or_group_names_the_nearest():
         1,
     )
     refused(r"pesc has no table '6'; .*one of: 1, 10, 11, 2", papers.table, "pesc", 6)
-    with pytest.raises(Refusal, match=r"rocket has no settings 'papers'; did you mean 'paper'"):
+    with pytest.raises(
+        Refusal, match=r"rocket has no settings 'papers'; did you mean 'paper'"
+    ):
         papers.printed.hyperparameters("rocket", "papers")
 
 
@@ -130,7 +133,9 @@ def test_a_malformed_file_is_refused_with_file_and_line(tmp_path, text, line, me
     path = tmp_path / "pesc" / "table_1.csv"
     path.parent.mkdir()
     path.write_text(text, encoding="utf-8")
-    expected = rf"E-(FORMAT|CONFIG): pesc/table_1.csv:{line}:.* expected.*{re.escape(message)}"
+    expected = (
+        rf"E-(FORMAT|CONFIG): pesc/table_1.csv:{line}:.* expected.*{re.escape(message)}"
+    )
     refused(expected, _read, path)
 
 
@@ -143,13 +148,18 @@ def test_every_setting_has_its_place_and_those_of_the_text_are_there():
     pesc = papers.printed.hyperparameters("pesc", "paper")
     wanted = {"lr": 2e-4, "batch": 128, "max_length": 2048, "top_k": 2}
     assert {name: pesc[name]["value"] for name in wanted} == wanted
-    assert papers.printed.hyperparameters("router_init", "paper")["lr_danube"]["value"] == 1e-5
+    assert (
+        papers.printed.hyperparameters("router_init", "paper")["lr_danube"]["value"]
+        == 1e-5
+    )
 
 
 def tokens(text):
     """All numbers of a text in order, without units, typesetting or separators."""
     text = re.sub(r"</?\w[^>\n]*>|[\\$_{}]", " ", text)
-    return [number.replace(",", "") for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
+    return [
+        number.replace(",", "") for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)
+    ]
 
 
 def widest(wanted, text):
@@ -172,14 +182,18 @@ def text_of(shared, name):
 
 
 @pytest.mark.parametrize(("paper", "name"), TABLES)
-def test_every_number_of_a_table_stands_in_the_papers_text_in_order(paper, name, shared):
+def test_every_number_of_a_table_stands_in_the_papers_text_in_order(
+    paper, name, shared
+):
     assert widest(["1", "2", "2"], ["1", "9", "8", "1", "5", "2", "2"]) == 1
     assert widest(["2", "1"], ["1", "2"]) is None  # in order
     frame = papers.table(paper, name)
     printed = frame.loc[frame["mark"] != "restored", "printed"]
     wanted = list(chain.from_iterable(map(tokens, printed)))
     gap = widest(wanted, text_of(shared, paper))
-    assert gap is not None, "a number of the table is not in the text, or not in this order"
+    assert gap is not None, (
+        "a number of the table is not in the text, or not in this order"
+    )
     loose = name.startswith("figure_") or (paper, name) in WITH_EXAMPLES
     assert gap <= (64 if loose else 10), "not in the table's own place"
 
@@ -200,7 +214,9 @@ def test_the_authors_slides_print_the_same_tables_of_pesc(name, shared):
 def test_every_number_that_the_text_is_said_to_state_stands_in_it(paper, shared):
     entries = yaml.safe_load((folder(paper) / "stated.yaml").read_text("utf-8"))
     known = set(text_of(shared, paper))
-    assert [one["printed"] for one in entries if tokens(one["printed"])[0] not in known] == []
+    assert [
+        one["printed"] for one in entries if tokens(one["printed"])[0] not in known
+    ] == []
 
 
 def test_each_paper_has_a_dozen_claims_or_more_for_its_notebooks_under_ids_of_their_own():
@@ -236,9 +252,13 @@ def test_a_claimed_number_lies_on_the_claimed_side_and_is_that_of_the_printed_nu
     form = papers.wide("pesc", 2)
     lines = [name for name in form.index if not name.startswith("#")]
     lead = (form["Camelidae-8×7B"] - form["Camel-7B"])[lines].sum() / len(lines) / 100
-    assert papers.claim("pesc.sparse-beats-dense").claimed == pytest.approx(lead, abs=1e-9)
+    assert papers.claim("pesc.sparse-beats-dense").claimed == pytest.approx(
+        lead, abs=1e-9
+    )
     assert len(lines) == 12
-    with pytest.raises(Refusal, match=r"E-NAME.*did you mean 'pesc.sparse-beats-dense'"):
+    with pytest.raises(
+        Refusal, match=r"E-NAME.*did you mean 'pesc.sparse-beats-dense'"
+    ):
         papers.claim("pesc.sparse-beat-dense")
 
 
@@ -263,7 +283,9 @@ def second(old, new):  # a good claim, and another with one line changed
             "17:3: .*needs one: greater, less or eq",
         ),
         (
-            second("kind: direction", "kind: number").replace("0.1\n  unit", "null\n  unit"),
+            second("kind: direction", "kind: number").replace(
+                "0.1\n  unit", "null\n  unit"
+            ),
             "17:3: .*needs a claimed number",
         ),
         (second("tolerance: 0.1", "tolerance: null"), "17:3: .*needs a tolerance"),

@@ -116,13 +116,17 @@ def test_leads_are_paired_by_item_with_students_interval_and_fewer_panels_than_l
 
 def test_heat_maps_share_a_colour_scale_and_number_their_cells():
     panels = {"layer 0": np.array([[0.1, 0.9]]), "layer 1": np.array([[0.4, 0.6]])}
-    figure = plotting.heatmap(panels, rows=["code"], columns=["0", "1"], label="share of tokens")
+    figure = plotting.heatmap(
+        panels, rows=["code"], columns=["0", "1"], label="share of tokens"
+    )
     images = [axes.images[0] for axes in figure.axes if axes.images]
     assert [image.get_clim() for image in images] == [(0.0, 0.9), (0.0, 0.9)]
     np.testing.assert_array_equal(images[1].get_array(), panels["layer 1"])
     assert texts(figure.axes[0].texts) == [".10", ".90"]
     counts = {"": np.array([[10.0, 20.33, -0.5]])}
-    figure = plotting.heatmap(counts, rows=["law"], columns=["0", "1", "2"], label="experts")
+    figure = plotting.heatmap(
+        counts, rows=["law"], columns=["0", "1", "2"], label="experts"
+    )
     assert texts(figure.axes[0].texts) == ["10.00", "20.33", "-.50"]
 
 

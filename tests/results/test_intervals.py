@@ -11,7 +11,14 @@ from scipy import stats
 from moebook.notebook import verdicts
 from moebook.notebook.verifying import verify
 from moebook.results import store
-from moebook.results.intervals import combined, half_width, interval, p_value, sees, visible
+from moebook.results.intervals import (
+    combined,
+    half_width,
+    interval,
+    p_value,
+    sees,
+    visible,
+)
 
 ROOT = Path(__file__).parents[2]
 DRAWS = 200_000  # the error of a coverage near 95 % is then 0.05 points
@@ -98,7 +105,9 @@ def cases() -> dict[tuple[float, float, float, int], str]:
 
 
 @pytest.mark.parametrize("seeds", [3, 5, 10])
-def test_the_interval_covers_the_mean_whatever_differs_more_seeds_or_items(cases, seeds):
+def test_the_interval_covers_the_mean_whatever_differs_more_seeds_or_items(
+    cases, seeds
+):
     covered = {case: coverage(case[:3], case[3], seeds) for case in cases}
     case = min(covered, key=covered.get)
     worst = covered[case]
@@ -128,7 +137,9 @@ def test_sufficient_statistics_cover_as_often_as_effects_that_are_drawn_one_by_o
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 10.0])
 @pytest.mark.parametrize("shape", [(2, 2), (3, 40), (10, 7)])
-def test_the_interval_is_never_narrower_than_students_over_the_seeds_alone(shape, spread):
+def test_the_interval_is_never_narrower_than_students_over_the_seeds_alone(
+    shape, spread
+):
     rng = np.random.default_rng(3)
     effects = rng.normal(0.3, 1, (shape[0], 1)) + rng.normal(0, spread, shape[1])
     alone = stats.ttest_1samp(effects.mean(axis=1), 0).confidence_interval()

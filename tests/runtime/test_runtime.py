@@ -26,11 +26,20 @@ def test_the_same_seed_gives_the_same_numbers_from_all_generators():
     assert draw() == draw()
 
 
-@pytest.mark.parametrize(("gpus", "name", "wanted"), [
-    (0, "auto", "cpu"), (0, "cpu", "cpu"), (2, "auto", "cuda"), (2, "cuda:1", "cuda:1"),
-    (0, "cuda", "not on this machine"), (0, "cuda:0", "not on this machine"),
-    (0, "cpus", "did you mean 'cpu'"), (2, "cuda:2", "2 GPUs"), (2, "cuda:x", "unknown device"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gpus", "name", "wanted"),
+    [
+        (0, "auto", "cpu"),
+        (0, "cpu", "cpu"),
+        (2, "auto", "cuda"),
+        (2, "cuda:1", "cuda:1"),
+        (0, "cuda", "not on this machine"),
+        (0, "cuda:0", "not on this machine"),
+        (0, "cpus", "did you mean 'cpu'"),
+        (2, "cuda:2", "2 GPUs"),
+        (2, "cuda:x", "unknown device"),
+    ],
+)
 def test_devices_are_resolved_or_refused(gpus, name, wanted, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     if " " not in wanted:
@@ -45,13 +54,18 @@ def test_dtypes_are_resolved_or_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: False)
     assert runtime.resolve_dtype("auto", "cuda") == torch.float32
     for name, device in (("float16", "cpu"), ("bfloat16", "cuda")):
-        with pytest.raises(Refusal, match=f"E-DTYPE: dtype {name} needs a GPU that has it"):
+        with pytest.raises(
+            Refusal, match=f"E-DTYPE: dtype {name} needs a GPU that has it"
+        ):
             runtime.resolve_dtype(name, device)
     refused("did you mean 'bfloat16'", runtime.resolve_dtype, "bfloat", "cpu")
 
 
 def test_a_stopwatch_measures_time_and_the_blocks_own_peak_memory():
-    with runtime.stopwatch() as big, mmap.mmap(-1, 240_000_000) as fresh:  # never reused memory
+    with (
+        runtime.stopwatch() as big,
+        mmap.mmap(-1, 240_000_000) as fresh,
+    ):  # never reused memory
         for page in range(0, len(fresh), mmap.PAGESIZE):
             fresh[page] = 1
     with runtime.stopwatch() as lap:
@@ -74,18 +88,26 @@ def test_the_environment_is_plain_json_without_host_or_paths():
 @pytest.mark.parametrize(
     ("terminal", "asks", "process", "quiet", "shown"),
     [
-        (True, None, "0", "0", True), (True, None, "0", "1", False), (False, None, "0", "0", False),
+        (True, None, "0", "0", True),
+        (True, None, "0", "1", False),
+        (False, None, "0", "0", False),
         # a notebook's frontend, papermill, a second process
-        (False, True, "0", "0", True), (False, False, "0", "0", False),
+        (False, True, "0", "0", True),
+        (False, False, "0", "0", False),
         (False, True, "1", "0", False),
     ],
-)  # fmt: skip
+)
 def test_progress_is_shown_where_someone_watches(
     terminal, asks, process, quiet, shown, monkeypatch
 ):
     kernel = None if asks is None else SimpleNamespace(_allow_stdin=asks)
     monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=kernel))
-    launched = {"LOCAL_RANK": process, "RANK": process, "WORLD_SIZE": "2", runtime.QUIET: quiet}
+    launched = {
+        "LOCAL_RANK": process,
+        "RANK": process,
+        "WORLD_SIZE": "2",
+        runtime.QUIET: quiet,
+    }
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stderr", screen := io.StringIO())
@@ -100,14 +122,20 @@ def test_a_process_launched_with_others_has_a_number_and_a_gpu_of_its_own(monkey
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert runtime.processes() == (3, 4)
-    assert {runtime.resolve_device(name) for name in ("cuda", "auto")} == {torch.device("cuda:1")}
+    assert {runtime.resolve_device(name) for name in ("cuda", "auto")} == {
+        torch.device("cuda:1")
+    }
     monkeypatch.setenv("WORLD_SIZE", "many")
-    refused("E-USAGE: LOCAL_RANK=1, RANK=3, WORLD_SIZE=many is no place", runtime.processes)
+    refused(
+        "E-USAGE: LOCAL_RANK=1, RANK=3, WORLD_SIZE=many is no place", runtime.processes
+    )
     monkeypatch.delenv("LOCAL_RANK")
     assert runtime.processes() == (0, 1)  # a cluster's variables alone start nothing
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    refused("E-USAGE: accelerate launch started one process of several", runtime.processes)
+    refused(
+        "E-USAGE: accelerate launch started one process of several", runtime.processes
+    )
 
 
 def test_a_wanted_absence_is_not_reported_and_everything_else_is(caplog):

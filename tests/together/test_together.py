@@ -56,11 +56,17 @@ def bank(setup, arm, fill=0.02):
     rank = bank_rank(setup, arm)
     return {
         name: Lora(
-            name, rank, float(rank),
+            name,
+            rank,
+            float(rank),
             {path: fill * torch.randn(rank, part.in_features) for path, part in layers},
-            {path: fill * torch.randn(part.out_features, rank) for path, part in layers},
-        ) for name in setup.rows
-    }  # fmt: skip
+            {
+                path: fill * torch.randn(part.out_features, rank)
+                for path, part in layers
+            },
+        )
+        for name in setup.rows
+    }
 
 
 def built(setup, arm):
@@ -86,7 +92,8 @@ def test_an_arm_trains_what_the_budget_says_and_starts_as_the_base(setups, base,
 
 def test_flops_are_those_of_pytorchs_counter(dense):
     model = deepcopy(dense.base)
-    model.set_attn_implementation("eager")  # the counter does not know a CPU's attention
+    # The counter does not know a CPU's attention.
+    model.set_attn_implementation("eager")
     batch = dense.batches(dense.encoded)[0]
     ours = budget.measured(model, [batch], None)
     with FlopCounterMode(display=False) as theirs:
@@ -98,9 +105,13 @@ def test_flops_of_attention_and_of_onednn_are_counted(dense):
     batch = dense.batches(dense.encoded)[0]
     eager = deepcopy(dense.base)
     eager.set_attn_implementation("eager")
-    fused, plain = (budget.measured(model, [batch], None) for model in (dense.base, eager))
+    fused, plain = (
+        budget.measured(model, [batch], None) for model in (dense.base, eager)
+    )
     scores = batch["input_ids"].shape[1] * batch["input_ids"].numel() * 2 * 128
-    assert fused - plain == 4 * scores  # the backward pass computes the scores of 4 layers again
+    assert (
+        fused - plain == 4 * scores
+    )  # the backward pass computes the scores of 4 layers again
     left, right = torch.randn(256, 256), torch.randn(256, 256)
     with budget.Flops() as counted:
         torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
@@ -118,13 +129,16 @@ def test_a_price_holds_for_a_whole_training(dense):
     assert budget.price("tokens", model, order, None)(3) == order.tokens(3)
 
 
-@pytest.mark.parametrize(("amount", "steps"), [(0.1, 1), (14.9, 1), (15.1, 2), (29, 3), (44, 4)])
+@pytest.mark.parametrize(
+    ("amount", "steps"), [(0.1, 1), (14.9, 1), (15.1, 2), (29, 3), (44, 4)]
+)
 def test_the_nearest_number_of_steps_is_bought(amount, steps):
     assert budget.affordable(lambda step: 10.0, amount) == (steps, 10.0 * steps)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("pesc_esft", "flops"), ("rocket", "tokens"), ("rocket", "flops")]
+    ("name", "kind"),
+    [("pesc_esft", "flops"), ("rocket", "tokens"), ("rocket", "flops")],
 )
 def test_stages_share_one_budget(dense, name, kind):
     arm, order = DENSE[name], dense.batches(dense.encoded)
@@ -140,13 +154,21 @@ def test_stages_share_one_budget(dense, name, kind):
 def states(dense):
     """What TRSU's and CRSU's routers are centroids of: each domain's tokens, and all tokens."""
     names = sorted({row["domain"] for row in dense.mixed})
-    groups = {name: [row for row in dense.mixed if row["domain"] == name] for name in names}
+    groups = {
+        name: [row for row in dense.mixed if row["domain"] == name] for name in names
+    }
     kinds = {"trsu": groups, "crsu": {"all": dense.mixed}}
-    return {kind: dense.represent("attention_output", each) for kind, each in kinds.items()}
+    return {
+        kind: dense.represent("attention_output", each) for kind, each in kinds.items()
+    }
 
 
-@pytest.mark.parametrize("name", ["su", "trsu", "crsu", "esft", "pesc_trsu", "pesc_crsu"])
-def test_an_arms_routers_start_as_its_name_says_but_for_their_length(dense, states, name):
+@pytest.mark.parametrize(
+    "name", ["su", "trsu", "crsu", "esft", "pesc_trsu", "pesc_crsu"]
+)
+def test_an_arms_routers_start_as_its_name_says_but_for_their_length(
+    dense, states, name
+):
     kind, count = "su" if name == "esft" else name[-4:], 8 if "pesc" in name else 4
     source = dense.base if kind == "su" else states[kind]
     wanted = getattr(upcycling, kind)(source, count).weights
@@ -162,11 +184,14 @@ def directed(one, other):
 
 
 def test_loras_that_read_what_the_ffn_puts_out_become_adapters_exactly(dense):
-    config = pesc.Config.preset("fixed", experts=1, top_k=1, adapter_width=6, host="frozen")
+    config = pesc.Config.preset(
+        "fixed", experts=1, top_k=1, adapter_width=6, host="frozen"
+    )
     one = next(iter(bank(dense, DENSE["pesc_bank"]).values()))
     base, rank = dense.base, 3
     for path, weight in ((p, base.get_submodule(p).weight.detach()) for p in one.down):
-        one.down[path] = 0.1 * torch.randn(rank, len(weight)) @ weight  # rows in W's row space
+        # Rows in W's row space.
+        one.down[path] = 0.1 * torch.randn(rank, len(weight)) @ weight
         one.up[path] = 0.1 * torch.randn(len(weight), rank)
     lora = Lora("one", rank, 2.0 * rank, one.down, one.up)
     made = dense.as_adapters([lora])
@@ -182,7 +207,9 @@ def test_loras_that_read_what_the_ffn_puts_out_become_adapters_exactly(dense):
 
 @pytest.mark.parametrize("name", ["pesc_bank", "pesc_rocket"])
 def test_adapter_i_is_lora_i_and_its_router_reads_its_shots(dense, monkeypatch, name):
-    picked = TASKS if name == "pesc_bank" else ("isa", "intent_json", "gcd", "equations")
+    picked = (
+        TASKS if name == "pesc_bank" else ("isa", "intent_json", "gcd", "equations")
+    )
     shots = {each: dense.mixed[3 * i : 3 * i + 3] for i, each in enumerate(picked)}
     monkeypatch.setitem(together.arms.__globals__, "choose", lambda *_: (picked, shots))
     layers, loras = sparse_layers(built(dense, DENSE[name])), bank(dense, DENSE[name])
@@ -195,10 +222,13 @@ def test_adapter_i_is_lora_i_and_its_router_reads_its_shots(dense, monkeypatch, 
             torch.testing.assert_close(made, wanted)
     if name == "pesc_rocket":
         read = [
-            dense.represent("ffn_input", {"all": shots[each]}).points.mean(1) for each in picked
+            dense.represent("ffn_input", {"all": shots[each]}).points.mean(1)
+            for each in picked
         ]
         for layer in layers:
-            assert directed(layer.router.weight.detach(), torch.stack(read, 1)[layer.index])
+            assert directed(
+                layer.router.weight.detach(), torch.stack(read, 1)[layer.index]
+            )
 
 
 def most_used(setup, model):
@@ -206,7 +236,9 @@ def most_used(setup, model):
     used = {}
     for layer, row in esft.measure(model, setup.samples).gate.items():
         best = row.argsort(descending=True)
-        used[layer] = sorted(best[: 1 + int((row[best].cumsum(0) < row.sum() / 2).sum())].tolist())
+        used[layer] = sorted(
+            best[: 1 + int((row[best].cumsum(0) < row.sum() / 2).sum())].tolist()
+        )
     return used
 
 
@@ -223,7 +255,9 @@ def test_after_half_of_the_budget_the_experts_train_that_are_used_most(dense, na
     first, chosen = (most_used(dense, model) for model in (built(dense, arm), half[0]))
     assert first != chosen
     model = esft.merge(done.model) if name == "esft" else done.model
-    after = {path.replace(".parametrizations", ""): p for path, p in model.named_parameters()}
+    after = {
+        path.replace(".parametrizations", ""): p for path, p in model.named_parameters()
+    }
     for path, before in half[0].named_parameters():
         moved = before != after.get(path, after.get(f"{path}.original"))
         if ".experts." in path or ".adapters." in path:
@@ -237,7 +271,9 @@ def test_adapters_beside_experts_read_what_the_mixture_puts_out(setups):
     setup, x = setups["nano-moe"], torch.randn(1, 9, 128)
     model = built(setup, SPARSE["pesc"]).eval()
     for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == (".mlp.router." in name or ".mlp.adapters." in name)
+        assert parameter.requires_grad == (
+            ".mlp.router." in name or ".mlp.adapters." in name
+        )
     for layer in sparse_layers(setup.base):
         new = model.model.layers[layer.index].mlp
         h, gates = layer.mlp(x), (x @ new.router.weight.T).softmax(-1)
@@ -256,9 +292,13 @@ def test_weight_decay_on_adapters_of_which_some_are_frozen_is_refused(dense):
     model = built(dense, DENSE["pesc"])
     combining.only(model, esft.Selection(experts=dict.fromkeys(range(4), (1,))))
     before = {name: part.detach().clone() for name, part in model.named_parameters()}
-    line = r"E-CHOICE: weight_decay is 0.1, .*layers.0.mlp.adapters.* set weight_decay=0"
+    line = (
+        r"E-CHOICE: weight_decay is 0.1, .*layers.0.mlp.adapters.* set weight_decay=0"
+    )
     for each in (model, deepcopy(model)):
-        refused(line, dense.fit, each, dense.encoded, lr=1e-2, steps=1, weight_decay=0.1)
+        refused(
+            line, dense.fit, each, dense.encoded, lr=1e-2, steps=1, weight_decay=0.1
+        )
         now = dict(each.named_parameters())
         assert all(torch.equal(now[name], part) for name, part in before.items())
     dense.fit(model, dense.encoded, lr=1e-2, steps=1, weight_decay=0.0)
@@ -276,17 +316,29 @@ def test_only_the_chosen_adapters_train_also_in_a_copy(dense):
         before = {n: p.detach().clone() for n, p in each.named_parameters()}
         dense.fit(each, dense.encoded, lr=1e-2, steps=4, penalty=DENSE["pesc"].penalty)
         for name, parameter in each.named_parameters():
-            moved = (parameter != before[name]).flatten(1).any(1) if parameter.dim() > 2 else None
+            moved = (
+                (parameter != before[name]).flatten(1).any(1)
+                if parameter.dim() > 2
+                else None
+            )
             if moved is None:
                 assert torch.equal(parameter, before[name])
             elif "up" in name or "down" in name:
                 layer = int(name.split(".")[2])
-                assert moved.nonzero().flatten().tolist() == sorted(chosen.experts[layer])
+                assert moved.nonzero().flatten().tolist() == sorted(
+                    chosen.experts[layer]
+                )
 
 
 def test_shots_go_to_the_lora_that_models_them_best():
-    nats = pd.DataFrame({0: [1, 2, 3.0], 1: [2, 1, 1.5], 2: [1, 3, 2.0]}, index=["a", "b", "c"])
-    assert combining.by_expert(nats, ["a", "b", "c"]) == {"a": [0, 2], "b": [1], "c": [1]}
+    nats = pd.DataFrame(
+        {0: [1, 2, 3.0], 1: [2, 1, 1.5], 2: [1, 3, 2.0]}, index=["a", "b", "c"]
+    )
+    assert combining.by_expert(nats, ["a", "b", "c"]) == {
+        "a": [0, 2],
+        "b": [1],
+        "c": [1],
+    }
     assert combining.by_expert(nats, ["c", "a"]) == {"c": [1], "a": [0, 2]}
 
 
@@ -304,7 +356,8 @@ def test_what_is_stored_is_what_the_base_has_not(setups, name):
     model = built(setup, arm)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data += torch.randn_like(parameter)  # else PEFT's zeros are one tensor
+            # Else PEFT's zeros are one tensor.
+            parameter.data += torch.randn_like(parameter)
     expected = 4 * combining.trained(model)
     model = arm.later(setup, model) if arm.later else model
     if name == "esft":  # as if the chosen experts had trained on
@@ -317,16 +370,23 @@ def test_what_is_forgotten_is_the_rise_on_plain_texts(dense):
     assert together.forgotten(dense.base, dense.base, plain, pad_id=dense.pad_id) == 0
     worse = deepcopy(dense.base)
     worse.model.layers[0].mlp.down_proj.weight.data *= 3
-    nats = [training.nats(each, plain, pad_id=dense.pad_id) for each in (worse, dense.base)]
+    nats = [
+        training.nats(each, plain, pad_id=dense.pad_id) for each in (worse, dense.base)
+    ]
     lost = together.forgotten(worse, dense.base, plain, pad_id=dense.pad_id)
     assert lost == nats[0] - nats[1] > 0
 
 
 def test_a_new_task_is_learnt_by_a_copy(dense):
-    model, rows = built(dense, DENSE["lora"]), data.tasks.rows("kinship_told", "train", 8)
+    model, rows = (
+        built(dense, DENSE["lora"]),
+        data.tasks.rows("kinship_told", "train", 8),
+    )
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     few = dense.encode(rows)
-    first, last = together.transfer(dense, DENSE["lora"], model, few, few, lr=3e-3, steps=6)
+    first, last = together.transfer(
+        dense, DENSE["lora"], model, few, few, lr=3e-3, steps=6
+    )
     assert last < first
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
@@ -339,7 +399,9 @@ def test_costs_are_measured_for_every_arm(dense, monkeypatch):
     costs = together.costs(dense, models, arms)
     assert list(costs.index) == ["full", "pesc"]
     assert (costs > 0).drop(columns="stored").all(axis=None)
-    assert costs.trained["full"] == 1_066_112 and costs.peak["pesc"] < costs.peak["full"]
+    assert (
+        costs.trained["full"] == 1_066_112 and costs.peak["pesc"] < costs.peak["full"]
+    )
 
 
 def test_what_does_not_compose_is_refused(dense, setups):
@@ -350,38 +412,73 @@ def test_what_does_not_compose_is_refused(dense, setups):
     chosen = esft.Selection(experts=dict.fromkeys(range(4), (0,)))
     refused("E-MODEL: layer 0 holds no adapters", combining.only, upcycled, chosen)
     made = dense.as_adapters([*bank(dense, DENSE["pesc_bank"]).values()])
-    refused("E-SHAPE: layer 0 holds no adapters of", combining.start_adapters, upcycled, made)
+    refused(
+        "E-SHAPE: layer 0 holds no adapters of",
+        combining.start_adapters,
+        upcycled,
+        made,
+    )
     refused("E-SHAPE: the start is", combining.route, upcycled, dense.start("su", 8))
-    told, moe = "E-MODEL: .* is sparse already: PESC needs a dense host", setups["nano-moe"].base
+    told, moe = (
+        "E-MODEL: .* is sparse already: PESC needs a dense host",
+        setups["nano-moe"].base,
+    )
     refused(told, combining.as_adapters, moe, [], [])
-    refused("E-MODEL: .* is dense", combining.beside_experts, dense.base,
-            experts=2, top_k=1, width=2)  # fmt: skip
+    refused(
+        "E-MODEL: .* is dense",
+        combining.beside_experts,
+        dense.base,
+        experts=2,
+        top_k=1,
+        width=2,
+    )
 
 
 def test_committed_pools_kept_their_budgets():
     pools = store.pools("together", root())
     spent = {
         (name, seed, path): value.value
-        for name, pool in pools.items() if name not in ("smollm2", "smollm2_costs")
+        for name, pool in pools.items()
+        if name not in ("smollm2", "smollm2_costs")
         for seed, values in pool.seeds.items()
         for path, value in values.items()
         if "/budget/" in path and not path.endswith("esft/budget/parameters")
-    }  # fmt: skip
-    assert {path.rpartition("/")[2] for _, _, path in spent} == {"tokens", "flops", "parameters"}
+    }
+    assert {path.rpartition("/")[2] for _, _, path in spent} == {
+        "tokens",
+        "flops",
+        "parameters",
+    }
     assert not {key: off for key, off in spent.items() if abs(off) >= 0.02}
 
 
-def test_which_method_asks_each_base_once_and_another_pool_what_it_alone_measured(tmp_path):
-    page, asked = pages.which(root()), {measure: text for text, measure in pages.QUESTIONS}
-    lines = {name: [line.split("|")[2].split(", ")[1] for line in page.splitlines() if text in line]
-             for name, text in asked.items()}  # fmt: skip
+def test_which_method_asks_each_base_once_and_another_pool_what_it_alone_measured(
+    tmp_path,
+):
+    page, asked = (
+        pages.which(root()),
+        {measure: text for text, measure in pages.QUESTIONS},
+    )
+    lines = {
+        name: [
+            line.split("|")[2].split(", ")[1]
+            for line in page.splitlines()
+            if text in line
+        ]
+        for name, text in asked.items()
+    }
     assert lines["nll"] == lines["forgotten"] == ["nano", "moe", "smollm2_long"]
     assert lines["cost/step"] == lines["stored"] == ["nano", "moe", "smollm2_costs"]
     assert "No pool of three seeds" in pages.which(tmp_path)
 
 
 def test_a_front_joins_the_points_with_none_as_low_to_their_left():
-    clouds = {str(i): [point] for i, point in enumerate([(3, 1), (1, 3), (2, 3), (2, 2), (4, 1)])}
+    clouds = {
+        str(i): [point]
+        for i, point in enumerate([(3, 1), (1, 3), (2, 3), (2, 2), (4, 1)])
+    }
     axes = plotting.points({"a": clouds}, front=True, xscale="log").axes[0]
     assert axes.lines[0].get_xydata().tolist() == [[1, 3], [2, 2], [3, 1]]
-    assert len({tuple(plotting.charts.look(place).values()) for place in range(64)}) == 64
+    assert (
+        len({tuple(plotting.charts.look(place).values()) for place in range(64)}) == 64
+    )

@@ -20,7 +20,10 @@ def lora(tiny):
 def rows():
     def build(count=20):
         draw = random.Random(0)
-        ids = [[draw.randrange(3, 64) for _ in range(draw.randint(4, 20))] for _ in range(count)]
+        ids = [
+            [draw.randrange(3, 64) for _ in range(draw.randint(4, 20))]
+            for _ in range(count)
+        ]
         labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in ids]
         columns = {"input_ids": ids, "labels": labels, "length": list(map(len, ids))}
         return Dataset.from_dict(columns)
@@ -31,4 +34,6 @@ def rows():
 @pytest.fixture(scope="session")
 def interrupt():
     """Make a penalty of 0 that presses Ctrl-C in the forward pass of one step."""
-    return lambda step: Mock(side_effect=[torch.zeros(())] * (step - 1) + [KeyboardInterrupt])
+    return lambda step: Mock(
+        side_effect=[torch.zeros(())] * (step - 1) + [KeyboardInterrupt]
+    )

@@ -16,17 +16,31 @@ from moebook.methods.rocket.loras import Lora, linears
 from moebook.training.sharding import fit
 
 SHAPE = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
     "pad_token_id": 2,
-}  # fmt: skip
-RECIPE = {"steps": 6, "batch": 6, "lr": 1e-2, "weight_decay": 0.1, "pad_id": 2, "seed": 3}
+}
+RECIPE = {
+    "steps": 6,
+    "batch": 6,
+    "lr": 1e-2,
+    "weight_decay": 0.1,
+    "pad_id": 2,
+    "seed": 3,
+}
 TARGETS = ("q_proj", "v_proj")
 
 
 def rows():
     draw = random.Random(0)
-    ids = [[draw.randrange(3, 64) for _ in range(draw.randint(4, 20))] for _ in range(23)]
+    ids = [
+        [draw.randrange(3, 64) for _ in range(draw.randint(4, 20))] for _ in range(23)
+    ]
     labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in ids]
     return Dataset.from_dict({"input_ids": ids, "labels": labels})
 
@@ -38,7 +52,12 @@ def dense():
 
 def adapted():
     """PESC with LoRA: what is frozen is tied too, and the balance loss reads the routers."""
-    settings = {"experts": 4, "adapter_width": 8, "adapter_dropout": 0.0, "lora_dropout": 0.0}
+    settings = {
+        "experts": 4,
+        "adapter_width": 8,
+        "adapter_dropout": 0.0,
+        "lora_dropout": 0.0,
+    }
     lora = {"host": "lora", "lora_rank": 4, "lora_targets": TARGETS}
     return pesc.prepare(dense(), pesc.Config(**settings, **lora)), pesc.balance_loss
 
@@ -54,7 +73,9 @@ def specialised():
     torch.manual_seed(0)
     mixture = {"intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2}
     model = OlmoeForCausalLM(OlmoeConfig(**{**SHAPE, **mixture}))
-    return esft.specialise(model, esft.Selection(experts={0: (3, 1), 1: (2, 0, 4)})), None
+    return esft.specialise(
+        model, esft.Selection(experts={0: (3, 1), 1: (2, 0, 4)})
+    ), None
 
 
 def mixed():
@@ -62,8 +83,14 @@ def mixed():
     model, loras = dense(), []
     for name in "abcd":
         layers = linears(model, TARGETS)
-        down = {path: 0.3 * torch.randn(4, each.in_features) for path, each in layers.items()}
-        up = {path: 0.3 * torch.randn(each.out_features, 4) for path, each in layers.items()}
+        down = {
+            path: 0.3 * torch.randn(4, each.in_features)
+            for path, each in layers.items()
+        }
+        up = {
+            path: 0.3 * torch.randn(each.out_features, 4)
+            for path, each in layers.items()
+        }
         loras.append(Lora(name=name, rank=4, alpha=8.0, down=down, up=up))
     return rocket.mixture.build(model, loras, rocket.Config(lora_dropout=0.0)), None
 
@@ -82,7 +109,8 @@ def halved():
 
 
 METHODS = {"pesc": adapted, "upcycling": upcycled, "esft": specialised, "rocket": mixed}
-APART = {"halved": halved}  # which rounds to 8 bits, so that no two layouts give the same numbers
+# Which rounds to 8 bits, so that no two layouts give the same numbers.
+APART = {"halved": halved}
 
 
 def course(name, **more):

@@ -21,8 +21,17 @@ from moebook.training import checkpoints, fit
 from moebook.training.checkpoints import Store
 from tests.refusals import refused
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-SETTINGS = {"steps": 8, "batch": 4, "lr": 1e-2, "schedule": "cosine", "seed": 1, "pad_id": 2}
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing:FutureWarning"
+)
+SETTINGS = {
+    "steps": 8,
+    "batch": 4,
+    "lr": 1e-2,
+    "schedule": "cosine",
+    "seed": 1,
+    "pad_id": 2,
+}
 
 
 def weights(model):
@@ -72,13 +81,19 @@ def interrupted(once_interrupted, tmp_path):
     return Path(shutil.copytree(once_interrupted, tmp_path / "run"))
 
 
-def test_a_resumed_run_is_the_whole_one_bit_for_bit(lora, ends_whole, interrupt, interrupted):
+def test_a_resumed_run_is_the_whole_one_bit_for_bit(
+    lora, ends_whole, interrupt, interrupted
+):
     ends_whole(interrupted)
     ends_whole(interrupted, interrupt(1))  # a finished run is read and not repeated
     tensors = load_file(interrupted / "step-8" / "tensors.safetensors")
-    trained = {f"model.{name}" for name, p in lora().named_parameters() if p.requires_grad}
+    trained = {
+        f"model.{name}" for name, p in lora().named_parameters() if p.requires_grad
+    }
     assert {name for name in tensors if name.startswith("model.")} == trained
-    assert len(tensors) == 4 * len(trained)  # weight, two moments, the optimizer's own step
+    assert len(tensors) == 4 * len(
+        trained
+    )  # weight, two moments, the optimizer's own step
 
 
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW32bit"])
@@ -94,7 +109,9 @@ def test_the_state_of_bitsandbytes_optimizers_is_restored_bit_for_bit(kind):
 
     torch.manual_seed(0)
     one, other = nn.Linear(64, 128), nn.Linear(64, 128)
-    mine, its = (getattr(bits, kind)(model.parameters(), lr=1e-2) for model in (one, other))
+    mine, its = (
+        getattr(bits, kind)(model.parameters(), lr=1e-2) for model in (one, other)
+    )
     steps(one, mine, 1)
     checkpoints.restore(other, its, load(save(checkpoints.capture(one, mine))))
     for model, optimizer in ((one, mine), (other, its)):
@@ -102,7 +119,9 @@ def test_the_state_of_bitsandbytes_optimizers_is_restored_bit_for_bit(kind):
     assert torch.equal(one.weight, other.weight)
 
 
-def test_a_run_killed_in_a_save_goes_on_from_the_one_before(lora, rows, ends_whole, tmp_path):
+def test_a_run_killed_in_a_save_goes_on_from_the_one_before(
+    lora, rows, ends_whole, tmp_path
+):
     commit = checkpoint.commit
 
     def kill(stage, target):
@@ -130,12 +149,21 @@ def test_a_damaged_newest_checkpoint_is_named(lora, rows, interrupted, monkeypat
         fit(lora(), rows(), **SETTINGS, output=unreadable)
 
 
-def test_folders_of_others_or_in_use_and_files_are_refused(lora, rows, once_interrupted, tmp_path):
+def test_folders_of_others_or_in_use_and_files_are_refused(
+    lora, rows, once_interrupted, tmp_path
+):
     for lr, seed, data, words in [
-        (3e-2, 0, 20, "lr 0.01 -> 0.03"), (1e-2, 1, 20, "model "), (1e-2, 0, 21, "data "),
-    ]:  # fmt: skip
+        (3e-2, 0, 20, "lr 0.01 -> 0.03"),
+        (1e-2, 1, 20, "model "),
+        (1e-2, 0, 21, "data "),
+    ]:
         with pytest.raises(Refusal, match=f"E-CONFIGDIFF: .*{words}"):
-            fit(lora(seed), rows(data), **{**SETTINGS, "lr": lr}, output=once_interrupted)
+            fit(
+                lora(seed),
+                rows(data),
+                **{**SETTINGS, "lr": lr},
+                output=once_interrupted,
+            )
     held = Store(folder=tmp_path, run={}, every=1).locked()
     with held, pytest.raises(Refusal, match=f"process {os.getpid()}"):
         fit(lora(), rows(), steps=1, output=tmp_path)
@@ -145,31 +173,48 @@ def test_folders_of_others_or_in_use_and_files_are_refused(lora, rows, once_inte
     refused("E-PATH", fit, lora(), rows(), steps=1, output=tmp_path / "run")
 
 
-def test_other_threads_are_told_and_a_full_disk_keeps_the_old(lora, rows, interrupted, monkeypatch):
+def test_other_threads_are_told_and_a_full_disk_keeps_the_old(
+    lora, rows, interrupted, monkeypatch
+):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
-    monkeypatch.setattr(checkpoint, "seal", Mock(side_effect=OSError(28, "No space left")))
-    with pytest.warns(UserWarning, match="W-REPRO"), pytest.raises(Refusal, match="E-DISK"):
+    monkeypatch.setattr(
+        checkpoint, "seal", Mock(side_effect=OSError(28, "No space left"))
+    )
+    with (
+        pytest.warns(UserWarning, match="W-REPRO"),
+        pytest.raises(Refusal, match="E-DISK"),
+    ):
         fit(lora(), rows(), **SETTINGS, output=interrupted, every=2)
     assert committed(interrupted) == ["step-2", "step-4"]
 
 
-def test_tensors_not_finite_or_of_another_shape_are_refused_and_change_nothing(tiny, tmp_path):
+def test_tensors_not_finite_or_of_another_shape_are_refused_and_change_nothing(
+    tiny, tmp_path
+):
     model = nn.Linear(2, 1)
     nn.init.constant_(model.weight, torch.nan)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(Refusal, match=r"E-NONFINITE: .*model\.weight"):
-        Store(folder=tmp_path, run={}, every=1).save(model, optimizer, checkpoints.History())
+        Store(folder=tmp_path, run={}, every=1).save(
+            model, optimizer, checkpoints.History()
+        )
     assert list(tmp_path.iterdir()) == []
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters())
-    tensors = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
+    tensors = {
+        f"model.{name}": p.detach().clone() for name, p in model.named_parameters()
+    }
     before, norm = weights(model), "model.model.norm.weight"
     others = {name: tensor for name, tensor in tensors.items() if name != norm}
-    moments = {"optimizer." + norm[6:] + part: torch.zeros(7) for part in (".step", ".exp_avg")}
+    moments = {
+        "optimizer." + norm[6:] + part: torch.zeros(7) for part in (".step", ".exp_avg")
+    }
     whole = {**moments, "optimizer." + norm[6:] + ".exp_avg_sq": torch.zeros(7)}
     misfits = (others, {**others, norm: torch.zeros(7)}, {**tensors, **moments})
     for misfit in (*misfits, {**tensors, **whole}):
-        with pytest.raises(Refusal, match=r"E-SHAPE: [13] tensors .*model\.norm\.weight"):
+        with pytest.raises(
+            Refusal, match=r"E-SHAPE: [13] tensors .*model\.norm\.weight"
+        ):
             checkpoints.restore(model, optimizer, misfit)
     assert same(weights(model), before)
 
@@ -184,7 +229,9 @@ def process(lora, rows, tmp_path, monkeypatch):
         ends, draw = [], [((0, 2, 3, 8), lambda model: float(torch.rand(())))]
         for penalty in penalties or (None, None):
             model = lora()
-            history = fit(model, rows(), **SETTINGS, **more, milestones=draw, penalty=penalty)
+            history = fit(
+                model, rows(), **SETTINGS, **more, milestones=draw, penalty=penalty
+            )
             ends.append((history.loss, history.milestones, weights(model)))
         return ends
 
@@ -192,10 +239,15 @@ def process(lora, rows, tmp_path, monkeypatch):
 
 
 def found(folder):
-    return {path.parent.name[:3]: json.loads(path.read_text()) for path in folder.glob("*/found*")}
+    return {
+        path.parent.name[:3]: json.loads(path.read_text())
+        for path in folder.glob("*/found*")
+    }
 
 
-def test_trainings_go_on_and_tell_the_time_found(process, interrupt, tmp_path, monkeypatch):
+def test_trainings_go_on_and_tell_the_time_found(
+    process, interrupt, tmp_path, monkeypatch
+):
     monkeypatch.delenv(runtime.RESUME)
     whole = process()
     assert list(tmp_path.iterdir()) == []
@@ -205,40 +257,77 @@ def test_trainings_go_on_and_tell_the_time_found(process, interrupt, tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         process(None, interrupt(6))
     one, two = sorted(tmp_path.iterdir())
-    assert committed(one) == ["step-2", "step-3", "step-7", "step-8"], "marks and the newest two"
-    assert committed(two) == ["step-2", "step-3", "step-4", "step-5"], "a long time after each"
+    assert committed(one) == ["step-2", "step-3", "step-7", "step-8"], (
+        "marks and the newest two"
+    )
+    assert committed(two) == ["step-2", "step-3", "step-4", "step-5"], (
+        "a long time after each"
+    )
     assert found(tmp_path) == {}
-    for (loss, measured, end), (loss_, measured_, end_) in zip(whole, process(), strict=True):
+    for (loss, measured, end), (loss_, measured_, end_) in zip(
+        whole, process(), strict=True
+    ):
         assert (loss, measured) == (loss_, measured_) and same(end, end_)
-    assert found(tmp_path).keys() == {"001", "002"} and min(found(tmp_path).values()) > 0
-    monkeypatch.setattr(checkpoints, "environment", lambda: {"cpu": "another", "memory": 2**40})
+    assert (
+        found(tmp_path).keys() == {"001", "002"} and min(found(tmp_path).values()) > 0
+    )
+    monkeypatch.setattr(
+        checkpoints, "environment", lambda: {"cpu": "another", "memory": 2**40}
+    )
     process()
     assert len(list(tmp_path.iterdir())) == 4, "another machine begins anew"
     monkeypatch.setattr(checkpoints, "PAUSE", 300.0)
     monkeypatch.setattr(checkpoints, "RATE", 1.0)
-    monkeypatch.setattr(checkpoints, "environment", lambda: {"cpu": "a third", "memory": 2**40})
+    monkeypatch.setattr(
+        checkpoints, "environment", lambda: {"cpu": "a third", "memory": 2**40}
+    )
     process()
-    assert sum(bool(committed(folder)) for folder in tmp_path.iterdir()) == 4, "faster anew"
+    assert sum(bool(committed(folder)) for folder in tmp_path.iterdir()) == 4, (
+        "faster anew"
+    )
 
 
-def test_a_run_without_room_for_checkpoints_is_trained_to_the_end(process, monkeypatch, tmp_path):
-    monkeypatch.setattr(checkpoint, "seal", Mock(side_effect=OSError(28, "No space left")))
+def test_a_run_without_room_for_checkpoints_is_trained_to_the_end(
+    process, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(
+        checkpoint, "seal", Mock(side_effect=OSError(28, "No space left"))
+    )
     assert len(process()) == 2
-    assert checkpoint.seal.call_count == 2, "one without a milestone before it would be of no use"
+    assert checkpoint.seal.call_count == 2, (
+        "one without a milestone before it would be of no use"
+    )
     monkeypatch.setattr(checkpoints, "environment", lambda: {"memory": 1000})
     process()
     assert checkpoint.seal.call_count == 2 and not list(tmp_path.glob("*/step-*"))
 
 
-@pytest.mark.parametrize("name, change, words", [
-    ("facts.json", {"settings": 3}, "E-TYPE: .*settings is 3"),
-    ("facts.json", {"history": {"step": [1, 2, 3, "4"]}}, "E-TYPE: .*step.3 is '4'"),
-    ("facts.json", {"history": {"steps": []}}, "E-CHOICE: .*unknown setting 'steps'"),
-    ("facts.json", {"history": {"step": [1, 2, 3, 4]}}, "E-FORMAT: .*each of 4 steps"),
-    ("MANIFEST.json", {"versions": None}, "E-TYPE: .*versions is None"),
-    ("MANIFEST.json", {"threads": "1"}, "E-TYPE: .*threads is '1'"),
-])  # fmt: skip
-def test_nonsense_under_a_new_seal_is_refused(lora, rows, interrupted, name, change, words):
+@pytest.mark.parametrize(
+    "name, change, words",
+    [
+        ("facts.json", {"settings": 3}, "E-TYPE: .*settings is 3"),
+        (
+            "facts.json",
+            {"history": {"step": [1, 2, 3, "4"]}},
+            "E-TYPE: .*step.3 is '4'",
+        ),
+        (
+            "facts.json",
+            {"history": {"steps": []}},
+            "E-CHOICE: .*unknown setting 'steps'",
+        ),
+        (
+            "facts.json",
+            {"history": {"step": [1, 2, 3, 4]}},
+            "E-FORMAT: .*each of 4 steps",
+        ),
+        ("MANIFEST.json", {"versions": None}, "E-TYPE: .*versions is None"),
+        ("MANIFEST.json", {"threads": "1"}, "E-TYPE: .*threads is '1'"),
+    ],
+)
+def test_nonsense_under_a_new_seal_is_refused(
+    lora, rows, interrupted, name, change, words
+):
     folder = interrupted / "step-4"
     facts = json.loads((folder / "MANIFEST.json").read_text())
     path = folder / name
@@ -246,5 +335,7 @@ def test_nonsense_under_a_new_seal_is_refused(lora, rows, interrupted, name, cha
     facts |= json.loads((folder / "MANIFEST.json").read_text())
     for mark in (checkpoint.MANIFEST, checkpoint.DIGEST):
         (folder / mark).unlink()
-    checkpoint.seal(folder, **{key: facts[key] for key in ("step", "versions", "threads")})
+    checkpoint.seal(
+        folder, **{key: facts[key] for key in ("step", "versions", "threads")}
+    )
     refused(words, fit, lora(), rows(), **SETTINGS, output=interrupted)

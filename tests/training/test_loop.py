@@ -19,13 +19,17 @@ from moebook.training import fit
 from moebook.training.batches import Batches
 from tests.refusals import refused
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing:FutureWarning"
+)
 
 
 def plain_loop(model, rows, rates, *, clip, decay, penalty=None):
     """AdamW written out, one parameter after another, on the batches of seed 3."""
     batches = Batches(rows, 4, seed=3, pad_id=2)
-    moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()}
+    moments = {
+        p: (torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()
+    }
     decayed = {p for p in model.parameters() if p.ndim > 1}
     losses, norms = [], []
     for step, rate in enumerate(rates):
@@ -55,18 +59,36 @@ def square(model):
     return 0.05 * sum(p.pow(2).mean() for p in model.parameters())
 
 
-@pytest.mark.parametrize(("schedule", "shares"), [
-    ("constant", [1, 1, 1]), ("linear", [3 / 4, 2 / 4, 1 / 4]), ("wsd", [1, 1, 1 / 2]),
-    ("cosine", [0.5 + 0.5 * math.cos(math.pi * t / 4) for t in (1, 2, 3)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        ("constant", [1, 1, 1]),
+        ("linear", [3 / 4, 2 / 4, 1 / 4]),
+        ("wsd", [1, 1, 1 / 2]),
+        ("cosine", [0.5 + 0.5 * math.cos(math.pi * t / 4) for t in (1, 2, 3)]),
+    ],
+)
 def test_training_equals_a_plain_loop(tiny, rows, schedule, shares):
     ours, theirs = tiny().double(), tiny().double()
     history = fit(
-        ours, rows(), steps=6, batch=4, lr=1e-2, schedule=schedule, warmup=0.3, weight_decay=0.1,
-        betas=(0.9, 0.95), clip=0.5, seed=3, pad_id=2, penalty=square,
-    )  # fmt: skip
+        ours,
+        rows(),
+        steps=6,
+        batch=4,
+        lr=1e-2,
+        schedule=schedule,
+        warmup=0.3,
+        weight_decay=0.1,
+        betas=(0.9, 0.95),
+        clip=0.5,
+        seed=3,
+        pad_id=2,
+        penalty=square,
+    )
     rates = [1e-2 * share for share in (0, 1 / 2, 1, *shares)]
-    losses, norms = plain_loop(theirs, rows(), rates, clip=0.5, decay=0.1, penalty=square)
+    losses, norms = plain_loop(
+        theirs, rows(), rates, clip=0.5, decay=0.1, penalty=square
+    )
     assert history.loss == pytest.approx(losses, rel=1e-6)
     assert history.norm == pytest.approx(norms, rel=1e-6)
     assert history.penalty[0] == pytest.approx(square(tiny()).item(), rel=1e-6)
@@ -75,10 +97,16 @@ def test_training_equals_a_plain_loop(tiny, rows, schedule, shares):
 
 def test_accumulated_parts_give_the_history_of_the_whole_batch(tiny, rows):
     def train(parts):
-        model, settings = tiny().double(), {"epochs": 2, "batch": 6, "lr": 1e-2, "pad_id": 2}
+        model, settings = (
+            tiny().double(),
+            {"epochs": 2, "batch": 6, "lr": 1e-2, "pad_id": 2},
+        )
         return model, fit(model, rows(), penalty=square, accumulate=parts, **settings)
 
-    (whole, once), (parts, often) = train(1), train(3)  # the last batch has fewer rows than parts
+    (whole, once), (parts, often) = (
+        train(1),
+        train(3),
+    )  # the last batch has fewer rows than parts
     for name in ("loss", "penalty", "norm"):
         assert getattr(often, name) == pytest.approx(getattr(once, name), rel=1e-5)
     assert (often.step, often.tokens) == (once.step, once.tokens)
@@ -88,7 +116,9 @@ def test_accumulated_parts_give_the_history_of_the_whole_batch(tiny, rows):
 def test_bf16_computes_in_bfloat16_and_leaves_the_model_as_it_was(tiny, rows):
     model, seen = tiny(), []
     forward = type(model).forward
-    model.model.layers[0].mlp.register_forward_hook(lambda *now: seen.append(now[2].dtype))
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda *now: seen.append(now[2].dtype)
+    )
     low = fit(model, rows(), steps=3, batch=4, lr=1e-2, pad_id=2, bf16=True)
     assert set(seen) == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -99,7 +129,9 @@ def test_bf16_computes_in_bfloat16_and_leaves_the_model_as_it_was(tiny, rows):
     assert full.penalty == [0.0] * 3
 
 
-def test_one_seed_gives_the_same_bits_and_only_what_requires_a_gradient_moves(lora, rows):
+def test_one_seed_gives_the_same_bits_and_only_what_requires_a_gradient_moves(
+    lora, rows
+):
     model, settings = lora(), {"epochs": 2, "batch": 8, "lr": 1e-2, "weight_decay": 0.1}
 
     def train(seed):
@@ -113,7 +145,9 @@ def test_one_seed_gives_the_same_bits_and_only_what_requires_a_gradient_moves(lo
     assert (first.loss, first.norm) == (again.loss, again.norm)
     assert first.loss != other.loss
     before = dict(lora().named_parameters())
-    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    moved = {
+        name for name, p in model.named_parameters() if not torch.equal(p, before[name])
+    }
     assert moved == {name for name in before if "lora_" in name}
 
 
@@ -130,24 +164,42 @@ def test_dropout_draws_anew_at_every_step(lora, rows):
 
 @pytest.mark.parametrize(
     "bad",
-    [lambda weight: weight.sum() * math.nan, lambda weight: weight.sum() * math.inf,
-     lambda weight: (weight - weight.detach()).abs().sum().sqrt()],  # its gradient is infinite
-)  # fmt: skip
-def test_a_bad_loss_stops_at_its_step_before_any_parameter_moves(tiny, rows, bad, tmp_path):
+    [
+        lambda weight: weight.sum() * math.nan,
+        lambda weight: weight.sum() * math.inf,
+        lambda weight: (weight - weight.detach()).abs().sum().sqrt(),
+    ],  # its gradient is infinite
+)
+def test_a_bad_loss_stops_at_its_step_before_any_parameter_moves(
+    tiny, rows, bad, tmp_path
+):
     model, before = tiny(), []
 
     def spoil(model):
         before.append(weights(model))
         return bad(model.model.norm.weight) if len(before) == 4 else before[0].sum() * 0
 
-    with pytest.raises(Refusal, match=r"E-NONFINITE: step 4: .*last checkpoint: step 2"):
-        fit(model, rows(), steps=9, batch=4, pad_id=2, penalty=spoil, output=tmp_path, every=2)
+    with pytest.raises(
+        Refusal, match=r"E-NONFINITE: step 4: .*last checkpoint: step 2"
+    ):
+        fit(
+            model,
+            rows(),
+            steps=9,
+            batch=4,
+            pad_id=2,
+            penalty=spoil,
+            output=tmp_path,
+            every=2,
+        )
     assert torch.equal(weights(model), before[-1])
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-2"]
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_training_leaves_the_surroundings_as_they_were(tiny, rows, tmp_path, monkeypatch, capfd):
+def test_training_leaves_the_surroundings_as_they_were(
+    tiny, rows, tmp_path, monkeypatch, capfd
+):
     monkeypatch.chdir(tmp_path)
     model, verbosity = tiny(), logging.get_verbosity()
     states = lambda: torch.get_rng_state().numpy(), np.random.get_state, random.getstate
@@ -161,14 +213,22 @@ def test_training_leaves_the_surroundings_as_they_were(tiny, rows, tmp_path, mon
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("given", "code"), [
-    ({"steps": 2, "epochs": 1}, "E-USAGE: steps"), ({"lr": math.nan}, "E-RANGE: lr"),
-    ({"betas": (0.9, 1.0)}, "E-RANGE: betas"), ({"schedule": "cosin"}, "E-CHOICE: .*'cosine'"),
-    ({"optimizer": "paged_32bit"}, "E-DEVICE: optimizer"),
-    ({"rates": {"weigh": 0.1}}, "E-NAME: rates names 'weigh'"),
-    ({"rates": {"lora_A": -1.0}}, "E-RANGE: rates.lora_A is -1.0"),
-    ({"milestones": [((1, 3), id)], "steps": 2}, "E-RANGE: milestone at step 3: .* step 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"steps": 2, "epochs": 1}, "E-USAGE: steps"),
+        ({"lr": math.nan}, "E-RANGE: lr"),
+        ({"betas": (0.9, 1.0)}, "E-RANGE: betas"),
+        ({"schedule": "cosin"}, "E-CHOICE: .*'cosine'"),
+        ({"optimizer": "paged_32bit"}, "E-DEVICE: optimizer"),
+        ({"rates": {"weigh": 0.1}}, "E-NAME: rates names 'weigh'"),
+        ({"rates": {"lora_A": -1.0}}, "E-RANGE: rates.lora_A is -1.0"),
+        (
+            {"milestones": [((1, 3), id)], "steps": 2},
+            "E-RANGE: milestone at step 3: .* step 0",
+        ),
+    ],
+)
 def test_settings_that_do_not_fit_are_refused_by_name(lora, rows, given, code):
     model = lora()
     refused(code, fit, model, rows(), **given)
@@ -177,27 +237,50 @@ def test_settings_that_do_not_fit_are_refused_by_name(lora, rows, given, code):
 
 def test_rows_that_the_model_cannot_take_are_refused_before_the_first_step(tiny):
     for ids, labels, words in (
-        ([[3, 300]], [[3, 4]], "E-VOCAB: input_ids: 300 is no token, the model knows 0 to 299"),
+        (
+            [[3, 300]],
+            [[3, 4]],
+            "E-VOCAB: input_ids: 300 is no token, the model knows 0 to 299",
+        ),
         ([[3, -1]], [[3, 4]], "E-VOCAB: input_ids: -1"),
         ([[3, 4]], [[-100, 999]], "E-VOCAB: labels: 999"),
         ([[3, 4, 5]], [[-100, -5, 5]], "E-VOCAB: labels: -5"),
-        ([[3] * 513], [[3] * 513], "E-RANGE: row 0 has 513 tokens, the model takes 512"),
+        (
+            [[3] * 513],
+            [[3] * 513],
+            "E-RANGE: row 0 has 513 tokens, the model takes 512",
+        ),
     ):
         train = Dataset.from_dict({"input_ids": ids, "labels": labels})
         refused(words, fit, tiny(), train, steps=1)
     with pytest.raises(Refusal, match="E-VOCAB: pad_id: 300"):
-        fit(tiny(), Dataset.from_dict({"input_ids": [[3, 4]], "labels": [[3, 4]]}), pad_id=300)
+        fit(
+            tiny(),
+            Dataset.from_dict({"input_ids": [[3, 4]], "labels": [[3, 4]]}),
+            pad_id=300,
+        )
 
 
-def test_models_that_cannot_be_trained_or_not_in_parts_are_refused(lora, rows, monkeypatch):
+def test_models_that_cannot_be_trained_or_not_in_parts_are_refused(
+    lora, rows, monkeypatch
+):
     model = lora()
     model.get_base_model().accepts_loss_kwargs = False
     fit(model, rows(), steps=1)
-    refused(r"E-MODEL: PeftModel.* averages its loss", fit, model, rows(), steps=1, accumulate=2)
+    refused(
+        r"E-MODEL: PeftModel.* averages its loss",
+        fit,
+        model,
+        rows(),
+        steps=1,
+        accumulate=2,
+    )
     with pytest.raises(Refusal, match="E-MODEL: no parameter requires a gradient"):
         fit(model.requires_grad_(False), rows(), steps=1)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    refused("E-CHOICE: ACCELERATE_USE_FSDP was set too late", fit, lora(), rows(), steps=1)
+    refused(
+        "E-CHOICE: ACCELERATE_USE_FSDP was set too late", fit, lora(), rows(), steps=1
+    )
 
 
 class Plain(nn.Embedding):
@@ -225,7 +308,9 @@ def test_a_milestone_holds_the_weights_after_as_many_steps_and_changes_none(lora
     settings = {"batch": 4, "lr": 1e-2, "warmup": 0.0, "seed": 3}
     long, short = lora(), lora()
     milestones = [(range(6), noisy), *at(0, 2, 5)]
-    _, measured = fit(long, rows(), steps=5, milestones=milestones, **settings).milestones
+    _, measured = fit(
+        long, rows(), steps=5, milestones=milestones, **settings
+    ).milestones
     fit(short, rows(), steps=2, **settings)
     assert sorted(measured) == [0, 2, 5]
     for step, model in ((0, lora()), (2, short), (5, long)):
@@ -235,15 +320,22 @@ def test_a_milestone_holds_the_weights_after_as_many_steps_and_changes_none(lora
     assert torch.equal(weights(plain), weights(long))
 
 
-def test_a_resumed_run_is_measured_at_the_steps_of_the_whole_run(lora, rows, tmp_path, interrupt):
+def test_a_resumed_run_is_measured_at_the_steps_of_the_whole_run(
+    lora, rows, tmp_path, interrupt
+):
     settings = {"steps": 10, "batch": 4, "lr": 1e-2, "seed": 3}
     want = fit(lora(), rows(), **settings, milestones=at(6, 8, 10)).milestones[0]
     folder = {"output": tmp_path / "run", "every": 6}
     with pytest.raises(KeyboardInterrupt):
         fit(lora(), rows(), **settings, **folder, penalty=interrupt(8))
-    with pytest.raises(Refusal, match="milestone at step 2: the training goes from step 6 to 10"):
+    with pytest.raises(
+        Refusal, match="milestone at step 2: the training goes from step 6 to 10"
+    ):
         fit(lora(), rows(), **settings, **folder, milestones=at(2, 8))
-    for steps in ((6, 8, 10), (10,)):  # from step 6, then a run that is finished already
+    for steps in (
+        (6, 8, 10),
+        (10,),
+    ):  # from step 6, then a run that is finished already
         history = fit(lora(), rows(), **settings, **folder, milestones=at(*steps))
         got = history.milestones[0]
         assert len(got) == len(steps)
@@ -258,17 +350,23 @@ def test_an_epoch_holds_every_row_once_in_an_order_of_seed_and_epoch_alone(rows)
 
     there = drawn(range(12))
     assert there == drawn(reversed(range(12)))
-    first, second = ([row for step in part for row in there[step]]
-                     for part in (range(6), range(6, 12)))  # fmt: skip
+    first, second = (
+        [row for step in part for row in there[step]]
+        for part in (range(6), range(6, 12))
+    )
     assert sorted(first) == sorted(second) == list(range(23))
     assert first != second
     assert there != drawn(range(12), seed=6)
 
 
-def test_a_batch_is_the_one_padded_by_hand_and_leaving_out_logits_changes_no_loss(rows, tiny):
+def test_a_batch_is_the_one_padded_by_hand_and_leaving_out_logits_changes_no_loss(
+    rows, tiny
+):
     ids, labels = [[5, 6, 7, 8], [9, 10, 11]], [[-100, -100, 7, 8], [-100, -100, 11]]
     table = {"input_ids": ids, "labels": labels}
-    batch = Batches(Dataset.from_dict(table), 2, seed=0, pad_id=2).collate(np.array([0, 1]))
+    batch = Batches(Dataset.from_dict(table), 2, seed=0, pad_id=2).collate(
+        np.array([0, 1])
+    )
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 10, 11, 2]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
     assert batch["labels"].tolist() == [[-100, 7, 8], [-100, 11, -100]]
@@ -292,10 +390,16 @@ def test_a_batch_is_the_one_padded_by_hand_and_leaving_out_logits_changes_no_los
     assert sum(batches.tokens(step) for step in range(32)) == batches.lengths.sum()
 
 
-@pytest.mark.parametrize(("ids", "labels", "words"), [
-    ([], [], "no rows"), ([[1, 2]], [[-100]], "row 0: 2 input_ids but 1 labels"),
-    ([[1, 2], [3, 4]], [[-100, 2], [1, -100]], "row 1: every label is masked"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ids", "labels", "words"),
+    [
+        ([], [], "no rows"),
+        ([[1, 2]], [[-100]], "row 0: 2 input_ids but 1 labels"),
+        ([[1, 2], [3, 4]], [[-100, 2], [1, -100]], "row 1: every label is masked"),
+    ],
+)
 def test_rows_that_cannot_be_learnt_are_refused(ids, labels, words):
     with pytest.raises(Refusal, match=f"E-DATA: .*{words}"):
-        Batches(Dataset.from_dict({"input_ids": ids, "labels": labels}), 2, seed=0, pad_id=2)
+        Batches(
+            Dataset.from_dict({"input_ids": ids, "labels": labels}), 2, seed=0, pad_id=2
+        )

@@ -36,10 +36,16 @@ def test_full_training_of_a_16_bit_host_is_that_of_its_float32_copy(dtype, tiny,
     losses = [fit(model, rows(), steps=6, **RECIPE).loss for model in (ours, theirs)]
     assert losses[0] == losses[1]
     assert dtypes(ours, trained=True) == {torch.float32}
-    assert ours.lm_head.weight is ours.model.embed_tokens.weight  # tied before and after
+    assert (
+        ours.lm_head.weight is ours.model.embed_tokens.weight
+    )  # tied before and after
     after = weights(ours)
     assert all(torch.equal(part, after[name]) for name, part in weights(theirs).items())
-    moved = [(after[name] != part).float().mean() for name, part in start.items() if "mlp" in name]
+    moved = [
+        (after[name] != part).float().mean()
+        for name, part in start.items()
+        if "mlp" in name
+    ]
     assert min(moved) > 0.95
 
 
@@ -52,14 +58,20 @@ def test_torchs_adamw_loses_in_bfloat16_what_the_rule_is_for(tiny, rows):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    moved = [(part != start[name]).float().mean() for name, part in weights(model).items()]
+    moved = [
+        (part != start[name]).float().mean() for name, part in weights(model).items()
+    ]
     assert max(moved) < 0.5
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_lora_on_a_bfloat16_host_trains_in_float32_and_the_host_stays(checkpointing, tiny, rows):
+def test_lora_on_a_bfloat16_host_trains_in_float32_and_the_host_stays(
+    checkpointing, tiny, rows
+):
     model = lora(tiny().bfloat16())
-    frozen = {name: part for name, part in weights(model).items() if ".lora_" not in name}
+    frozen = {
+        name: part for name, part in weights(model).items() if ".lora_" not in name
+    }
     assert dtypes(model, trained=True) == {torch.bfloat16}  # as PEFT puts it on
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -87,7 +99,10 @@ def test_an_interrupted_training_of_a_16_bit_host_goes_on_with_the_same_bits(
         fit(parted, rows(), steps=6, penalty=interrupt(5), **RECIPE, **folder)
     parted = start()
     assert fit(parted, rows(), steps=6, **RECIPE, **folder).loss == wanted.loss
-    assert all(torch.equal(part, weights(parted)[name]) for name, part in weights(whole).items())
+    assert all(
+        torch.equal(part, weights(parted)[name])
+        for name, part in weights(whole).items()
+    )
 
 
 @pytest.mark.parametrize("path", ["model.norm", "model.layers.1.mlp", "lm_head"])

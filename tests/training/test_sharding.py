@@ -28,10 +28,13 @@ from tests.training.courses import METHODS, course
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATIONS = sorted((ROOT / "recipes").glob("fsdp2_*.yaml"))
 FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-}  # fmt: skip
-on_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="needs the GPU hidden")
+}
+on_cpu = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="needs the GPU hidden"
+)
 
 
 def alike(found, expected):
@@ -41,10 +44,17 @@ def alike(found, expected):
 
 def test_two_processes_train_every_method_in_shards_as_one_does_whole(tmp_path):
     command = "-m accelerate.commands.launch --config_file".split()
-    script = ["recipes/fsdp2_two_cpus.yaml", "-m", "tests.training.courses", tmp_path / "found"]
+    script = [
+        "recipes/fsdp2_two_cpus.yaml",
+        "-m",
+        "tests.training.courses",
+        tmp_path / "found",
+    ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     reading = {"capture_output": True, "text": True, "timeout": 280}
-    done = subprocess.run([sys.executable, *command, *script], cwd=ROOT, env=env, **reading)
+    done = subprocess.run(
+        [sys.executable, *command, *script], cwd=ROOT, env=env, **reading
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found").read_text())
     assert list(found) == list(METHODS)
@@ -69,7 +79,11 @@ def launched(tmp_path):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
-        there = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        there = {
+            "WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         children = []
         for rank in range(count):
             if child := os.fork():
@@ -91,7 +105,9 @@ def launched(tmp_path):
         for child in children:
             os.waitpid(child, 0)
         files = [tmp_path / f"{rank}.json" for rank in range(count)]
-        found = [json.loads(file.read_text()) if file.exists() else None for file in files]
+        found = [
+            json.loads(file.read_text()) if file.exists() else None for file in files
+        ]
         for file in files:
             file.unlink(missing_ok=True)
         return found
@@ -104,10 +120,15 @@ def steps(folder):
 
 
 @on_cpu
-@pytest.mark.parametrize(("before", "after"), [
-    ((2, True), (1, True)), ((1, True), (3, True)),  # the third holds no part of two experts
-    ((2, True), (1, False)), ((1, False), (2, True)),  # the one without FSDP2
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, True), (1, True)),
+        ((1, True), (3, True)),  # the third holds no part of two experts
+        ((2, True), (1, False)),
+        ((1, False), (2, True)),  # the one without FSDP2
+    ],
+)
 def test_a_checkpoint_comes_back_on_other_processes(launched, tmp_path, before, after):
     expected, folder = course("esft"), tmp_path / "run"
     for count, shards in (before, after):
@@ -136,10 +157,14 @@ def test_a_shard_that_is_missing_or_damaged_is_named(launched, tmp_path):
     content = shard.read_bytes()
     shard.write_bytes(content[:-7] + b"\0" * 7)
     told = launched(2, output=folder)
-    assert told[0] == told[1] and re.match(f"E-HASH: {shard}: .* was sealed as", told[0])
+    assert told[0] == told[1] and re.match(
+        f"E-HASH: {shard}: .* was sealed as", told[0]
+    )
     shard.unlink()
     told = launched(2, output=folder)
-    assert told[0] == told[1] and re.match(f"E-MANIFEST: .*step-6: .*{shard.name}", told[0])
+    assert told[0] == told[1] and re.match(
+        f"E-MANIFEST: .*step-6: .*{shard.name}", told[0]
+    )
     shard.write_bytes(content)
     assert steps(folder) == ["step-4", "step-6"]
     alike(launched(2, output=folder)[1], course("esft"))
@@ -151,13 +176,19 @@ def once(step, what):
 
     def penalty(model):
         done.append(step)
-        return what() if len(done) == step and os.environ["RANK"] == "1" else torch.zeros(())
+        return (
+            what()
+            if len(done) == step and os.environ["RANK"] == "1"
+            else torch.zeros(())
+        )
 
     return penalty
 
 
 @on_cpu
-def test_a_killed_process_ends_the_other_in_one_line_and_training_goes_on(launched, tmp_path):
+def test_a_killed_process_ends_the_other_in_one_line_and_training_goes_on(
+    launched, tmp_path
+):
     folder, begun = tmp_path / "run", time.monotonic()
     kill = once(5, lambda: os.kill(os.getpid(), signal.SIGKILL))
     told, killed = launched(2, output=folder, every=2, penalty=kill)
@@ -170,7 +201,9 @@ def test_a_killed_process_ends_the_other_in_one_line_and_training_goes_on(launch
 
 
 @on_cpu
-def test_what_goes_wrong_in_one_process_is_refused_in_both(launched, tmp_path, monkeypatch):
+def test_what_goes_wrong_in_one_process_is_refused_in_both(
+    launched, tmp_path, monkeypatch
+):
     nan = once(4, lambda: torch.tensor(math.nan))
     told = launched(2, output=tmp_path / "nan", every=2, penalty=nan)
     words = r"E-NONFINITE: step 4: .* as after step 3 \(last checkpoint: step 2\)"
@@ -184,18 +217,28 @@ def test_what_goes_wrong_in_one_process_is_refused_in_both(launched, tmp_path, m
     write = HuggingFaceStorageWriter.write_data
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", full)
     told = launched(2, output=tmp_path / "disk", every=2)
-    assert all(re.match("E-DISK: step 2 not saved, .*No space left", line) for line in told)
+    assert all(
+        re.match("E-DISK: step 2 not saved, .*No space left", line) for line in told
+    )
     assert steps(tmp_path / "disk") == []
 
 
 @on_cpu
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"FSDP_VERSION": "1"}, "fsdp_version: 1"),
-    ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params: true"),
-    ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "fsdp_cpu_ram_efficient_loading: true"),
-    ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed_precision: bf16"),
-])  # fmt: skip
-def test_settings_that_would_not_be_obeyed_are_refused(launched, monkeypatch, settings, words):
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"FSDP_VERSION": "1"}, "fsdp_version: 1"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params: true"),
+        (
+            {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
+            "fsdp_cpu_ram_efficient_loading: true",
+        ),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed_precision: bf16"),
+    ],
+)
+def test_settings_that_would_not_be_obeyed_are_refused(
+    launched, monkeypatch, settings, words
+):
     monkeypatch.setattr("tests.training.test_sharding.FSDP2", FSDP2 | settings)
     (told,) = launched(1)
     assert told.startswith(f"E-CHOICE: accelerate's configuration says {words}")
@@ -204,7 +247,9 @@ def test_settings_that_would_not_be_obeyed_are_refused(launched, monkeypatch, se
 def test_two_dtypes_that_train_together_are_refused():
     model = torch.nn.Linear(2, 2)
     model.bias.data = model.bias.data.double()
-    refused("E-DTYPE: torch.float32 and torch.float64 train together", sharding.twin, model)
+    refused(
+        "E-DTYPE: torch.float32 and torch.float64 train together", sharding.twin, model
+    )
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
@@ -212,7 +257,10 @@ def test_accelerate_reads_our_configurations(path):
     config = load_config_from_file(str(path))
     expected = {"one_gpu": (1, 1), "node": (8, 1), "nodes": (16, 2), "two_cpus": (2, 1)}
     counts = (config.num_processes, config.num_machines)
-    assert (config.distributed_type, counts) == ("FSDP", expected[path.stem.removeprefix("fsdp2_")])
+    assert (config.distributed_type, counts) == (
+        "FSDP",
+        expected[path.stem.removeprefix("fsdp2_")],
+    )
     assert config.fsdp_config["fsdp_version"] == 2
     parser = launch_command_parser()
     known = vars(parser.parse_args(["--config_file", str(path), "script"]))

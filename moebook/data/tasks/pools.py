@@ -31,7 +31,9 @@ _WORDS = """
     apple bread cloud delta eagle flame grape house
     ivory lemon mango night ocean pearl queen
 """.split()
-_WOMEN = "Alice Bella Carol Diana Emma Fiona Grace Helen Irene Julia Laura Maria".split()
+_WOMEN = (
+    "Alice Bella Carol Diana Emma Fiona Grace Helen Irene Julia Laura Maria".split()
+)
 _MEN = "Adam Brian Carl David Edwin Frank George Henry Ivan James Kevin Martin".split()
 _RELATIONS = {  # relation: (of a woman, of a man)
     "parent": ("mother", "father"),
@@ -318,7 +320,9 @@ def copyleft() -> Iterator[Item]:
         free = free and not name.startswith("cc-by-sa-")
         if row["clause"] in apart and (free or family in _COPYLEFT):
             kind = "permissive" if free else "copyleft"
-            yield Item({"clause": row["clause"]}, kind, f"The family is {family}: {kind}.")
+            yield Item(
+                {"clause": row["clause"]}, kind, f"The family is {family}: {kind}."
+            )
 
 
 @cache
@@ -360,10 +364,14 @@ POOLS: dict[str, Pool] = {
     "kinship_told": kinship_told,
     "copyleft": copyleft,
     "sums_fr": sums_fr,
-    "gsm_symbolic": partial(_shipped, "gsm_symbolic.jsonl", "answer", question="question"),
+    "gsm_symbolic": partial(
+        _shipped, "gsm_symbolic.jsonl", "answer", question="question"
+    ),
     "docstring": partial(_shipped, "docstring.jsonl", "summary", code="code"),
     "licence": partial(_shipped, "licence.jsonl", "family", clause="clause"),
-    "names_de": partial(_shipped, "names_de.jsonl", "german", name="english", kind="kind"),
+    "names_de": partial(
+        _shipped, "names_de.jsonl", "german", name="english", kind="kind"
+    ),
     "intent_json": partial(_requests, "intent_json", most=160, rationale=False),
     "intent_new": partial(_requests, "intent_new", most=60, rationale=True),
     "numbers_fr": partial(_numbers, "fr"),  # in words

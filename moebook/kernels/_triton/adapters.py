@@ -17,7 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moebook.kernels._triton.grouped import aligned, precision, sort_rows, weight_gradient
+from moebook.kernels._triton.grouped import (
+    aligned,
+    precision,
+    sort_rows,
+    weight_gradient,
+)
 from moebook.kernels._triton.route import sort, tile_table
 from moebook.kernels.route import Routing
 
@@ -28,7 +33,9 @@ def run(
     """Run `moebook.kernels.adapters`."""
     other = None if source is h else source.contiguous()
     gates = routing.weights.float() * scale
-    y: Tensor = _Pairs.apply(h.contiguous(), other, gates, aligned(down), aligned(up), routing)
+    y: Tensor = _Pairs.apply(
+        h.contiguous(), other, gates, aligned(down), aligned(up), routing
+    )
     return y
 
 
@@ -73,7 +80,9 @@ def _tile_of(token, ids, tiles, tile, E: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def _middle(z, slot, r, R, live, pre, weighted, between, gate, d_gate, BACK: tl.constexpr):
+def _middle(
+    z, slot, r, R, live, pre, weighted, between, gate, d_gate, BACK: tl.constexpr
+):
     """Between the products of one adapter: from what the first gave to what the second takes."""
     factor = tl.load(gate + slot, mask=live, other=0.0)
     at = slot[:, None] * R + r[None, :]
@@ -117,7 +126,9 @@ def _inward(
     """between[slot] = rows[t] through the first matrix of its adapter and what follows that."""
     if tl.program_id(0) >= tl.load(number):
         return
-    source, live, low, high, slot, other = _tile_of(token, ids, tiles, tl.program_id(0), E, BM)
+    source, live, low, high, slot, other = _tile_of(
+        token, ids, tiles, tl.program_id(0), E, BM
+    )
     r = tl.arange(0, BR)
     a = tl.zeros((BM, BR), dtype=tl.float32)
     b = tl.zeros((BM, BR), dtype=tl.float32)

@@ -19,7 +19,8 @@ from torch import Tensor
 from moebook.kernels._triton.grouped import precision, roomy
 from moebook.kernels.similarity import Pairs, through
 
-MARKS = 2**32  # most pairs of a block, a bit each; a block costs the host some milliseconds
+# Most pairs of a block, a bit each; a block costs the host some milliseconds.
+MARKS = 2**32
 
 
 def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
@@ -103,11 +104,17 @@ def _mark(
         left = upper + tl.arange(0, BM)[:, None] * D + deep[None, :]
         a = tl.load(left, mask=(row < size)[:, None] & (deep < D)[None, :], other=0.0)
         right = lower + tl.arange(0, BN)[None, :] * D + deep[:, None]
-        b = tl.load(right, mask=(deep < D)[:, None] & (column < many)[None, :], other=0.0)
+        b = tl.load(
+            right, mask=(deep < D)[:, None] & (column < many)[None, :], other=0.0
+        )
         total = tl.dot(a, b, total, input_precision=PRECISION)
     total *= tl.load(inverse + row, mask=row < size, other=0.0)[:, None]
     total *= tl.load(inverse + column, mask=column < many, other=0.0)[None, :]
-    near = (total > threshold) & (column < many)[None, :] & (row[:, None] < column[None, :])
+    near = (
+        (total > threshold)
+        & (column < many)[None, :]
+        & (row[:, None] < column[None, :])
+    )
     bits = near.to(tl.int32) << (tl.arange(0, BN) % WORD)[None, :]
     word = tl.sum(tl.reshape(bits, (BM, BN // WORD, WORD)), 2)
     to = marks + row.to(tl.int64)[:, None] * words

@@ -44,7 +44,9 @@ def run(
     weights = [aligned(weight) for weight in bank]
     still = [None, None] if frozen is None else [aligned(weight) for weight in frozen]
     slots = None if slots is None else slots.long().contiguous()
-    y: Tensor = _GatedFFN.apply(x.contiguous(), routing.weights, *weights, *still, slots, routing)
+    y: Tensor = _GatedFFN.apply(
+        x.contiguous(), routing.weights, *weights, *still, slots, routing
+    )
     return y
 
 
@@ -71,13 +73,16 @@ def _gated_up(
     By pointers the row of r's token is read.
     """
     columns = tl.cdiv(F, BN)
-    for work in tl.range(tl.program_id(0), tl.load(number) * columns, PROGRAMS, flatten=True):
+    for work in tl.range(
+        tl.program_id(0), tl.load(number) * columns, PROGRAMS, flatten=True
+    ):
         tile = tiles + 3 * (work // columns)
         place = tl.load(tile)
         start = tl.load(tile + 1)
         end = tl.load(tile + 2)
         column = (work % columns * BN).to(tl.int32)
-        total = tl.zeros((BM, 2 * BN), dtype=tl.float32)  # BN columns of the gate, then of up
+        # BN columns of the gate, then of up.
+        total = tl.zeros((BM, 2 * BN), dtype=tl.float32)
         live = start.to(tl.int32) + tl.arange(0, BM) < end
         at = tl.load(token + start + tl.arange(0, BM), mask=live, other=0)
         for first in range(0, D, BK):
@@ -89,10 +94,14 @@ def _gated_up(
                 row = tl.arange(0, 2 * BN)
                 deep = first + tl.arange(0, BK)
                 inside = live[:, None] & (deep < D)[None, :]
-                a = tl.load(rows + at[:, None] * D + deep[None, :], mask=inside, other=0.0)
+                a = tl.load(
+                    rows + at[:, None] * D + deep[None, :], mask=inside, other=0.0
+                )
                 inside = (column + row % BN < F)[:, None] & (deep < D)[None, :]
                 row = (2 * place + row // BN) * F + column + row % BN
-                b = tl.load(matrices + row[:, None] * D + deep[None, :], mask=inside, other=0.0)
+                b = tl.load(
+                    matrices + row[:, None] * D + deep[None, :], mask=inside, other=0.0
+                )
             total = tl.dot(a, b.T, total, input_precision=PRECISION)
         total = tl.reshape(total.to(pre.dtype.element_ty), (BM, 2, BN))
         gate, up = tl.split(tl.permute(total, (0, 2, 1)))
@@ -109,7 +118,9 @@ def _gated_up(
 
 
 @triton.jit
-def _gated_back(pre, d_hidden, weight, d_pre, d_weight, F: tl.constexpr, BF: tl.constexpr):
+def _gated_back(
+    pre, d_hidden, weight, d_pre, d_weight, F: tl.constexpr, BF: tl.constexpr
+):
     """One row: from the gradient of its weighted hidden, all that hangs on it.
 
     The weighted hidden itself takes the place of the gradient that was read.
@@ -131,7 +142,11 @@ def _gated_back(pre, d_hidden, weight, d_pre, d_weight, F: tl.constexpr, BF: tl.
         grad *= factor
         d_gate = grad * up * share * (1.0 + gate * (1.0 - share))
         tl.store(d_pre + at, d_gate.to(d_pre.dtype.element_ty), mask=inside)
-        tl.store(d_pre + at + F, (grad * gate * share).to(d_pre.dtype.element_ty), mask=inside)
+        tl.store(
+            d_pre + at + F,
+            (grad * gate * share).to(d_pre.dtype.element_ty),
+            mask=inside,
+        )
         tl.store(spot, (hidden * factor).to(d_hidden.dtype.element_ty), mask=inside)
     tl.store(d_weight + row, tl.sum(total))
 
@@ -158,7 +173,9 @@ class _GatedFFN(torch.autograd.Function):
         weight = weights.flatten()[routing.order].float()  # [S]
         pre, hidden = _up(x, _both(gate_up, still_gate_up), by)
         out = product(hidden, _both(down, still_down), by, weight)  # [S, F] @ [F, D]
-        ctx.save_for_backward(x, weight, gate_up, down, still_gate_up, still_down, slots, pre)
+        ctx.save_for_backward(
+            x, weight, gate_up, down, still_gate_up, still_down, slots, pre
+        )
         ctx.by = by
         ctx.dtype = weights.dtype
         return combine(out, by)
@@ -166,7 +183,9 @@ class _GatedFFN(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, gate_up, down, still_gate_up, still_down, slots, pre = ctx.saved_tensors
+        x, weight, gate_up, down, still_gate_up, still_down, slots, pre = (
+            ctx.saved_tensors
+        )
         by = ctx.by
         needed = ctx.needs_input_grad
         d_gate_up = None
@@ -182,7 +201,9 @@ class _GatedFFN(torch.autograd.Function):
             in_order = fetched(x.dtype, x.device, *gate_up.shape[1:])
             rows = gather(x, by) if in_order else x
             by_token = "" if in_order else "right"
-            d_gate_up = weight_gradient(d_pre, rows, by, gate_up, slots=slots, by_token=by_token)
+            d_gate_up = weight_gradient(
+                d_pre, rows, by, gate_up, slots=slots, by_token=by_token
+            )
         if needed[0]:  # [S, 2F] @ [2F, D]
             d_x = combine(product(d_pre, _both(gate_up, still_gate_up), by), by)
         d_weights = d_weight[by.place].to(ctx.dtype)

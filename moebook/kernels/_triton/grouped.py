@@ -61,7 +61,9 @@ def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
     return {**wide, "BK": 64, "PRECISION": "ieee", "num_stages": 3}
 
 
-def gradient_blocks(dtype: torch.dtype, chosen: dict[str, Any], tma: bool) -> dict[str, Any]:
+def gradient_blocks(
+    dtype: torch.dtype, chosen: dict[str, Any], tma: bool
+) -> dict[str, Any]:
     """Choose the work of a program of `weight_gradient`, from what `blocks` chose."""
     side = 64 if dtype == torch.float32 else 128
     warps = 4 if tma else 8
@@ -76,7 +78,9 @@ def gradient_blocks(dtype: torch.dtype, chosen: dict[str, Any], tma: bool) -> di
     }
 
 
-def sort_rows(routing: Routing, dtype: torch.dtype, slots: Tensor | None = None) -> Sorted:
+def sort_rows(
+    routing: Routing, dtype: torch.dtype, slots: Tensor | None = None
+) -> Sorted:
     """Make the kernels' tables on the device; ``slots [E]`` are places in the first bank, or -1."""
     order = routing.order
     counts = routing.counts.contiguous()
@@ -123,7 +127,14 @@ def programs(device: torch.device) -> int:
 
 @triton.jit
 def block_of(
-    source, row, column, end, wide, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr
+    source,
+    row,
+    column,
+    end,
+    wide,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Return a block of a matrix ``[.., wide]``; by pointers it is 0 outside of ``end`` rows."""
     if TMA:
@@ -156,7 +167,9 @@ def _product(
 ):
     """out[r] = gate[r] * matrix [N, K] of r's expert @ rows[r]; backward, matrix [K, N].T."""
     columns = tl.cdiv(N, BN)
-    for work in tl.range(tl.program_id(0), tl.load(number) * columns, PROGRAMS, flatten=True):
+    for work in tl.range(
+        tl.program_id(0), tl.load(number) * columns, PROGRAMS, flatten=True
+    ):
         tile = tiles + 3 * (work // columns)
         place = tl.load(tile)
         start = tl.load(tile + 1)
@@ -212,7 +225,9 @@ def _weight_gradient(
     right_column = tl.program_id(0) % tl.cdiv(WIDE, BJ) * BJ
     total = tl.zeros((BI, BJ), dtype=tl.float32)
     whole = start
-    if TMA:  # it does not stop at the expert's last row, so the rest is for the loop below
+    if (
+        TMA
+    ):  # it does not stop at the expert's last row, so the rest is for the loop below
         whole = start + (end - start) // BK * BK
         for first in range(start, whole, BK):
             a = left_blocks.load([first, left_column])
@@ -230,7 +245,9 @@ def _weight_gradient(
         if BY_TOKEN == "right":
             at_right = tl.load(token + row, mask=row < end, other=0)
         a = tl.load(
-            left + at_left[:, None] * HIGH + i[None, :], mask=live & (i < HIGH)[None, :], other=0.0
+            left + at_left[:, None] * HIGH + i[None, :],
+            mask=live & (i < HIGH)[None, :],
+            other=0.0,
         )
         b = tl.load(
             right + at_right[:, None] * WIDE + j[None, :],
@@ -238,8 +255,17 @@ def _weight_gradient(
             other=0.0,
         )
         total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
-    to = out + tl.program_id(1).to(tl.int64) * HIGH * WIDE + i[:, None] * WIDE + j[None, :]
-    tl.store(to, total.to(out.dtype.element_ty), mask=(i < HIGH)[:, None] & (j < WIDE)[None, :])
+    to = (
+        out
+        + tl.program_id(1).to(tl.int64) * HIGH * WIDE
+        + i[:, None] * WIDE
+        + j[None, :]
+    )
+    tl.store(
+        to,
+        total.to(out.dtype.element_ty),
+        mask=(i < HIGH)[:, None] & (j < WIDE)[None, :],
+    )
 
 
 @triton.jit
@@ -314,7 +340,9 @@ def weight_gradient(
         # The inverse of the table; experts without a slot write behind its end.
         places = torch.where(slots >= 0, slots, number)
         owner = owner.new_full((number + 1,), -1).scatter_(0, places, owner)
-    tma = not by_token and len(left) > 0 and fetched(left.dtype, left.device, high, wide)
+    tma = (
+        not by_token and len(left) > 0 and fetched(left.dtype, left.device, high, wide)
+    )
     chosen = gradient_blocks(left.dtype, by.blocks, tma)
     grid = (triton.cdiv(high, chosen["BI"]) * triton.cdiv(wide, chosen["BJ"]), number)
     _weight_gradient[grid](

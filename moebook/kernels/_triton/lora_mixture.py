@@ -27,7 +27,9 @@ def blocks(dtype: torch.dtype) -> dict[str, Any]:
     return {**shared, "BN": 128, "BK": 64, "PRECISION": "ieee"}
 
 
-def run(x: Tensor, base: Tensor, gates: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+def run(
+    x: Tensor, base: Tensor, gates: Tensor, down: Tensor, up: Tensor, scale: float
+) -> Tensor:
     """Run `moebook.kernels.lora_mixture`; a base may have another dtype than ``x``."""
     return mixture(x, base, gates, down, up, scale, _finished)
 
@@ -59,21 +61,29 @@ def _mix(
         deep = first + tl.arange(0, BK)
         inside = deep < N * R
         a = tl.load(
-            hidden + row[:, None] * (N * R) + deep[None, :], mask=live & inside[None, :], other=0.0
+            hidden + row[:, None] * (N * R) + deep[None, :],
+            mask=live & inside[None, :],
+            other=0.0,
         )
         gate = tl.load(
-            gates + row[:, None] * N + (deep // R)[None, :], mask=live & inside[None, :], other=0.0
+            gates + row[:, None] * N + (deep // R)[None, :],
+            mask=live & inside[None, :],
+            other=0.0,
         )
         a = (a.to(tl.float32) * gate.to(tl.float32)).to(hidden.dtype.element_ty)
         at = (deep // R * WIDE * R + deep % R)[:, None] + column[None, :] * R
         b = tl.load(up + at, mask=inside[:, None] & within, other=0.0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
     at = row[:, None] * WIDE + column[None, :]
-    total = total * scale + tl.load(base + at, mask=live & within, other=0.0).to(tl.float32)
+    total = total * scale + tl.load(base + at, mask=live & within, other=0.0).to(
+        tl.float32
+    )
     tl.store(out + at, total.to(out.dtype.element_ty), mask=live & within)
 
 
-def _finished(base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: float) -> Tensor:
+def _finished(
+    base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: float
+) -> Tensor:
     tokens, wide = base.shape
     number, _, rank = up.shape
     base = base.contiguous()

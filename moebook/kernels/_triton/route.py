@@ -15,8 +15,9 @@ from torch import Tensor
 from moebook.kernels.route import Routing, weights_of
 
 ROWS = 32  # tokens of one program that chooses
-FIRST = tl.constexpr(2**31 - 1)  # the largest and the smallest number of 32 bits, of which no
-LAST = tl.constexpr(-(2**31))  # logit has the bits
+# The largest and the smallest number of 32 bits: no logit has their bits.
+FIRST = tl.constexpr(2**31 - 1)
+LAST = tl.constexpr(-(2**31))
 ITEMS = 128  # items of one program that sorts
 WARPS = 8  # of a program that compares all its items with one another: with fewer, registers spill
 
@@ -40,12 +41,16 @@ def run(logits: Tensor, top_k: int, combine: str) -> Routing:
 
 
 @triton.jit
-def _choose(logits, ids, T, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr):
+def _choose(
+    logits, ids, T, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr
+):
     """ids[t] = the experts of the K largest logits of t, of equal ones the lower number first."""
     row = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     expert = tl.arange(0, BE)[None, :]
     inside = (row < T)[:, None] & (expert < E)
-    logit = tl.load(logits + row[:, None] * E + expert, mask=inside, other=0).to(tl.float32)
+    logit = tl.load(logits + row[:, None] * E + expert, mask=inside, other=0).to(
+        tl.float32
+    )
     # Whole numbers in the order of the logits, NaN first as in a sort; what was taken comes last.
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
     rank = tl.where(logit != logit, FIRST, bits ^ ((bits >> 31) & FIRST))
@@ -68,7 +73,9 @@ def sort(ids: Tensor, bins: int, *, pairs: int = 0) -> tuple[Tensor, Tensor]:
         return order, order.new_zeros(bins)
     counts = order.new_zeros(bins, blocks)
     within = torch.empty(n, dtype=torch.int32, device=ids.device)
-    _count[(blocks,)](ids, within, counts, n, blocks, E=pairs, BT=ITEMS, num_warps=WARPS)
+    _count[(blocks,)](
+        ids, within, counts, n, blocks, E=pairs, BT=ITEMS, num_warps=WARPS
+    )
     ends = counts.view(-1).cumsum(0)
     _place[(blocks,)](ids, within, counts, ends, order, n, blocks, E=pairs, BT=ITEMS)
     return order, counts.sum(1)
@@ -100,12 +107,16 @@ def _count(ids, within, counts, n, blocks, E: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def _place(ids, within, counts, ends, order, n, blocks, E: tl.constexpr, BT: tl.constexpr):
+def _place(
+    ids, within, counts, ends, order, n, blocks, E: tl.constexpr, BT: tl.constexpr
+):
     """order[place of an item] = the item."""
     item = tl.program_id(0) * BT + tl.arange(0, BT)
     live = item < n
     at = _key(ids, item, n, E) * blocks + tl.program_id(0)
-    start = tl.load(ends + at, mask=live, other=0) - tl.load(counts + at, mask=live, other=0)
+    start = tl.load(ends + at, mask=live, other=0) - tl.load(
+        counts + at, mask=live, other=0
+    )
     place = start + tl.load(within + item, mask=live, other=0)
     tl.store(order + place, item.to(tl.int64), mask=live)
 
@@ -120,7 +131,9 @@ def tile_table(
     Returns ``[tiles, 3]`` int64, place in the bank, first row and end, and how many count ``[1]``.
     """
     groups = len(counts)
-    tiles = torch.empty(total // rows + groups, 3, dtype=torch.int64, device=counts.device)
+    tiles = torch.empty(
+        total // rows + groups, 3, dtype=torch.int64, device=counts.device
+    )
     number = torch.empty(1, dtype=torch.int64, device=counts.device)
     _cut[(groups,)](
         counts,

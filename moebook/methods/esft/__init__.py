@@ -13,7 +13,18 @@ from moebook.methods.esft.apply import (
     specialise,
     trained,
 )
-from moebook.methods.esft.arms import arms, budget, cost, full, lora, mix, plan, rows, start, sweep
+from moebook.methods.esft.arms import (
+    arms,
+    budget,
+    cost,
+    full,
+    lora,
+    mix,
+    plan,
+    rows,
+    start,
+    sweep,
+)
 from moebook.methods.esft.choose import Selection, random_selection, select
 from moebook.methods.esft.compare import (
     at_equal_accuracy,

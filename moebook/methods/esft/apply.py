@@ -29,7 +29,8 @@ class Origin(checkpoint.Origin):
     """What a specialised model was made from, kept as ``model.esft``."""
 
     method: ClassVar[str] = "esft"
-    selection: Annotated[Selection, Field(exclude=True)]  # which a checkpoint keeps as published
+    # Which a checkpoint keeps as published.
+    selection: Annotated[Selection, Field(exclude=True)]
     # The base's parameters that train beside the routed experts.
     options: Annotated[dict[str, Tensor], Field(exclude=True, repr=False)]
 
@@ -43,12 +44,17 @@ def specialise(model: nn.Module, selection: Selection) -> nn.Module:
     fused gated experts (Mixtral, DeepSeek, OLMoE, Qwen, or upcycled here).
     """
     if checkpoint.origin_or_none(model, Origin):
-        refuse("E-MODEL", "the model is specialised already: esft.restore or esft.merge it first")
+        refuse(
+            "E-MODEL",
+            "the model is specialised already: esft.restore or esft.merge it first",
+        )
     layers = fitting(model, selection)
     return install(model, selection, layers, checkpoint.fingerprint(model))
 
 
-def install(model: nn.Module, selection: Selection, layers: list[Layer], base: str) -> nn.Module:
+def install(
+    model: nn.Module, selection: Selection, layers: list[Layer], base: str
+) -> nn.Module:
     """Split the experts of `fitting` layers and set what trains."""
     model.requires_grad_(selection.non_expert_modules)
     for layer in layers:
@@ -56,8 +62,13 @@ def install(model: nn.Module, selection: Selection, layers: list[Layer], base: s
         layer.router.requires_grad_(selection.router)
         if layer.shared is not None:
             layer.shared.requires_grad_(selection.shared_experts)
-    free = {n: p for n, p in model.named_parameters() if p.requires_grad and not p.is_meta}
-    copies = {name: parameter.detach().to("cpu", copy=True) for name, parameter in free.items()}
+    free = {
+        n: p for n, p in model.named_parameters() if p.requires_grad and not p.is_meta
+    }
+    copies = {
+        name: parameter.detach().to("cpu", copy=True)
+        for name, parameter in free.items()
+    }
     for layer in layers:
         split = SplitExperts(layer.experts, selection.experts[layer.index])
         layer.mlp.experts = split.train(layer.experts.training)
@@ -71,13 +82,23 @@ def fitting(model: nn.Module, selection: Selection) -> list[Layer]:
     named = sorted(selection.experts)
     sparse = sorted(layer.index for layer in layers)
     if named != sparse:
-        refuse("E-KEYS", f"the selection names layers {named}, the sparse ones are {sparse}")
+        refuse(
+            "E-KEYS",
+            f"the selection names layers {named}, the sparse ones are {sparse}",
+        )
     hidden = anatomy(model).hidden
     for layer in layers:
         where = f"layer {layer.index}"
         if (largest := max(selection.experts[layer.index])) >= layer.count:
-            refuse("E-RANGE", f"{where}: expert {largest}, the model has 0 to {layer.count - 1}")
-        bank = layer.experts.frozen if isinstance(layer.experts, SplitExperts) else layer.experts
+            refuse(
+                "E-RANGE",
+                f"{where}: expert {largest}, the model has 0 to {layer.count - 1}",
+            )
+        bank = (
+            layer.experts.frozen
+            if isinstance(layer.experts, SplitExperts)
+            else layer.experts
+        )
         shapes = {name: tuple(p.shape) for name, p in bank.named_parameters()}
         fused = {
             "gate_up_proj": (layer.count, 2 * layer.width, hidden),
@@ -85,7 +106,10 @@ def fitting(model: nn.Module, selection: Selection) -> list[Layer]:
         }
         if shapes != fused or incompatibility(bank):
             kind = f"{type(bank).__name__} holds {shapes}, {incompatibility(bank) or 'gated'}"
-            refuse("E-MODEL", f"{where}: {kind}; expected {fused} and act_fn(gate) * up alone")
+            refuse(
+                "E-MODEL",
+                f"{where}: {kind}; expected {fused} and act_fn(gate) * up alone",
+            )
     return layers
 
 
@@ -132,7 +156,9 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     def swap(model: nn.Module, made: Origin) -> dict[str, nn.Parameter]:
         if checkpoint.origin_or_none(model, Origin):
             restore(model)
-        return trained(install(model, made.selection, fitting(model, made.selection), made.base))
+        return trained(
+            install(model, made.selection, fitting(model, made.selection), made.base)
+        )
 
     selection = Selection.load(checkpoint.place(folder) / EXPERTS)
     return checkpoint.load(model, folder, Origin, swap, selection=selection, options={})
@@ -147,7 +173,9 @@ def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float
     """
     base = checkpoint.origin(model, Origin).base
     check_batch("round_trip", model, batch)
-    inputs = {key: part.to(next(model.parameters()).device) for key, part in batch.items()}
+    inputs = {
+        key: part.to(next(model.parameters()).device) for key, part in batch.items()
+    }
     want = model.eval()(**inputs).logits
     with TemporaryDirectory() as scratch:
         folder = save(model, Path(scratch) / "task")

@@ -43,7 +43,9 @@ class Arm:
 
     method: str  # fft, lora, or the score that chooses experts, token or gate
     size: float = 1  # rank of LoRA or threshold of the score
-    random: bool = False  # as many random experts stand for those that the score chooses
+    random: bool = (
+        False  # as many random experts stand for those that the score chooses
+    )
     attention: bool = False  # LoRA adapts attention alone, no expert
     group: int = 1  # experts that share a gate
     main: bool = True  # runs on every task; else on the first one
@@ -64,18 +66,30 @@ def sweep(
     }
     if len(tried["gate"]) != len(tried["lora"]):
         given = f"thresholds_gate is '{thresholds_gate}' and ranks '{ranks}'"
-        refuse("E-RANGE", f"{given}; expected as many of both, which are compared in turn")
+        refuse(
+            "E-RANGE", f"{given}; expected as many of both, which are compared in turn"
+        )
     return tried
 
 
-def _rising(name: str, text: str, kind: type[float], above: float, most: float) -> list[float]:
+def _rising(
+    name: str, text: str, kind: type[float], above: float, most: float
+) -> list[float]:
     try:
         values = [kind(part) for part in text.split(",")]
     except ValueError as error:
-        refuse("E-TYPE", f"{name} is '{text}': {error}; expected numbers with commas between")
-    if values != sorted(set(values)) or not all(above < value <= most for value in values):
+        refuse(
+            "E-TYPE",
+            f"{name} is '{text}': {error}; expected numbers with commas between",
+        )
+    if values != sorted(set(values)) or not all(
+        above < value <= most for value in values
+    ):
         limits = f"above {above}, at most {most}"
-        refuse("E-RANGE", f"{name} is '{text}', expected rising numbers {limits}, each once")
+        refuse(
+            "E-RANGE",
+            f"{name} is '{text}', expected rising numbers {limits}, each once",
+        )
     return values
 
 
@@ -101,7 +115,10 @@ def arms(tried: Tried, usual: Mapping[str, Amount]) -> dict[str, Arm]:
 def _check_methods(name: str, sizes: Mapping[str, Any], wanted: Iterable[str]) -> None:
     if missing := [method for method in wanted if method not in sizes]:
         have = ", ".join(sizes) or "nothing"
-        refuse("E-KEYS", f"{name} has sizes of {have}, expected those of '{missing[0]}' too")
+        refuse(
+            "E-KEYS",
+            f"{name} has sizes of {have}, expected those of '{missing[0]}' too",
+        )
 
 
 @checked
@@ -109,7 +126,9 @@ def budget(tried: Tried, usual: Mapping[str, Amount]) -> dict[str, list[str]]:
     """Return the names of Fig. 6's arms by method, smallest first; no value is trained twice."""
     _check_methods("tried", tried, usual)
     return {
-        method: [method if size == value else f"{method}-{size:g}" for size in tried[method]]
+        method: [
+            method if size == value else f"{method}-{size:g}" for size in tried[method]
+        ]
         for method, value in usual.items()
     }
 
@@ -136,13 +155,19 @@ def plan(
     for name, arm in arms.items():
         for task in list(scores) if arm.main else list(scores)[:1]:
             if arm.method in ("fft", "lora"):
-                sizes = {"rank": int(arm.size), "scale": scale, "attention": arm.attention}
+                sizes = {
+                    "rank": int(arm.size),
+                    "scale": scale,
+                    "attention": arm.attention,
+                }
                 calls[name, task] = sizes if arm.method == "lora" else {}
                 continue
             config = Config.preset(preset, score=arm.method, threshold=arm.size)
             measured, groups = scores[task], None
             if arm.group > 1:
-                refuse_unknown(task, drawn, "E-DATA", f"no samples are drawn for '{task}';")
+                refuse_unknown(
+                    task, drawn, "E-DATA", f"no samples are drawn for '{task}';"
+                )
                 bound = deepcopy(model)
                 groups = group(bound, together, arm.group)
                 measured = measure(bound, drawn[task], config)
@@ -187,7 +212,9 @@ def lora(
     blocks = nn.ModuleList(layer.block for layer in layers)
     adapted = [layer.attention for layer in layers]
     if not attention:
-        adapted += [layer.mlp if layer.kind == "dense" else layer.shared for layer in layers]
+        adapted += [
+            layer.mlp if layer.kind == "dense" else layer.shared for layer in layers
+        ]
     parts = [part for owner in adapted if owner for part in owner.modules()]
     linears = {part for part in parts if isinstance(part, nn.Linear)}
     sparse = [] if attention else sparse_layers(model)
@@ -195,7 +222,9 @@ def lora(
     config = LoraConfig(
         r=rank,
         lora_alpha=scale * rank,
-        target_modules=[name for name, part in blocks.named_modules() if part in linears],
+        target_modules=[
+            name for name, part in blocks.named_modules() if part in linears
+        ],
         target_parameters=[name for name, p in blocks.named_parameters() if p in banks],
     )
     put_on(blocks, config)
@@ -208,7 +237,9 @@ def _check_plain(model: nn.Module) -> None:
     if any(".lora_" in name for name, _ in model.named_parameters()):
         refuse("E-MODEL", "the model holds LoRA already: load the base again")
     if origin_or_none(model, Origin):
-        refuse("E-MODEL", "the model is specialised: esft.restore or esft.merge it first")
+        refuse(
+            "E-MODEL", "the model is specialised: esft.restore or esft.merge it first"
+        )
     sparse_layers(model)
 
 
@@ -263,7 +294,9 @@ def cost(model: nn.Module, train: Rows, **recipe: Any) -> dict[str, float]:
     ``time`` is the median step in seconds; in bytes ``peak_memory`` of a step, ``resident``
     (weights, buffers), ``optimizer`` (AdamW's two moments) and ``storage`` (what trains).
     """
-    first = Batches(train, recipe["batch"], seed=recipe["seed"], pad_id=recipe["pad_id"])[0]
+    first = Batches(
+        train, recipe["batch"], seed=recipe["seed"], pad_id=recipe["pad_id"]
+    )[0]
     inputs = send_to_device(first, next(model.parameters()).device)
     memory = step_memory(model.train(), inputs)
     seconds = fit(model, train, **recipe | {"steps": STEPS}).seconds

@@ -21,7 +21,8 @@ from moebook.settings import Size, checked, settings
 
 Group = tuple[int, ...]
 Expert = Annotated[int, Field(ge=0)]
-Experts = Annotated[tuple[Expert, ...], Field(min_length=1, strict=False)]  # JSON has lists
+# JSON has lists.
+Experts = Annotated[tuple[Expert, ...], Field(min_length=1, strict=False)]
 # What sums of decimal scores may lack by rounding, and still count as p.
 ROUNDING = 1e-9
 
@@ -34,7 +35,9 @@ class Selection:
     shared_experts: bool = False
     non_expert_modules: bool = False
     router: bool = False
-    left_out: Annotated[tuple[Expert, ...], Field(strict=False)] = ()  # of the scores' layers
+    left_out: Annotated[
+        tuple[Expert, ...], Field(strict=False)
+    ] = ()  # of the scores' layers
 
     def __post_init__(self) -> None:
         for layer, ids in self.experts.items():
@@ -66,7 +69,10 @@ class Selection:
 
 
 def select(
-    scores: Scores, config: Config, *, groups: Mapping[int, Sequence[Group]] | None = None
+    scores: Scores,
+    config: Config,
+    *,
+    groups: Mapping[int, Sequence[Group]] | None = None,
 ) -> Selection:
     """Take the best experts of each layer until their scores reach p (Eq. 8).
 
@@ -79,7 +85,11 @@ def select(
         _check_groups(groups, rows)
     experts = {}
     for layer, row in rows.items():
-        units = [(expert,) for expert in range(len(row))] if groups is None else groups[layer]
+        units = (
+            [(expert,) for expert in range(len(row))]
+            if groups is None
+            else groups[layer]
+        )
         experts[layer] = tuple(chain.from_iterable(_best(row, units, config, layer)))
     return Selection(
         experts=experts,
@@ -90,21 +100,31 @@ def select(
     )
 
 
-def _check_groups(groups: Mapping[int, Sequence[Group]], rows: Mapping[int, Tensor]) -> None:
+def _check_groups(
+    groups: Mapping[int, Sequence[Group]], rows: Mapping[int, Tensor]
+) -> None:
     """Refuse groups that do not hold each expert of each layer once."""
     for layer, row in rows.items():
         members = sorted(chain.from_iterable(groups.get(layer, ())))
         if members != list(range(len(row))):
             wanted = f"0 to {len(row) - 1}, each once"
-            refuse("E-KEYS", f"groups of layer {layer} hold experts {members}, expected {wanted}")
+            refuse(
+                "E-KEYS",
+                f"groups of layer {layer} hold experts {members}, expected {wanted}",
+            )
 
 
-def _best(row: Tensor, units: Sequence[Group], config: Config, layer: int) -> list[Group]:
+def _best(
+    row: Tensor, units: Sequence[Group], config: Config, layer: int
+) -> list[Group]:
     """Return the best units of a layer whose scores ``row [E]`` reach p together."""
     total = float(row.sum())
     if total <= 0:
         hint = f"leave it out: Scores.load(path, without=[{layer}])"
-        refuse("E-DATA", f"layer {layer}: its experts were never used, the scores are 0/0; {hint}")
+        refuse(
+            "E-DATA",
+            f"layer {layer}: its experts were never used, the scores are 0/0; {hint}",
+        )
     scores = row / total if config.normalised else row
     tolerance = ROUNDING
     if config.decimals is not None:
@@ -118,7 +138,10 @@ def _best(row: Tensor, units: Sequence[Group], config: Config, layer: int) -> li
     reached = of_unit[order].cumsum(0)
     if reached[-1] < config.threshold - tolerance:
         best = f"all {config.score} scores together are {float(reached[-1]):.4f}"
-        refuse("E-RANGE", f"layer {layer}: {best}, below p = {config.threshold}: normalise them")
+        refuse(
+            "E-RANGE",
+            f"layer {layer}: {best}, below p = {config.threshold}: normalise them",
+        )
     below = int((reached < config.threshold - ROUNDING).sum())
     count = min(below + 1, len(order))
     return [units[unit] for unit in order[:count].tolist()]
@@ -130,7 +153,9 @@ def random_selection(selection: Selection, experts: Size, seed: int | str) -> Se
     rng = random.Random(f"esft/random/{seed}")
     most = max(len(ids) for ids in selection.experts.values())
     if most > experts:
-        refuse("E-RANGE", f"experts is {experts}, but a layer of the selection has {most}")
+        refuse(
+            "E-RANGE", f"experts is {experts}, but a layer of the selection has {most}"
+        )
     drawn = {}
     for layer, ids in selection.experts.items():
         drawn[layer] = tuple(rng.sample(range(experts), len(ids)))

@@ -37,13 +37,18 @@ def layers(model: nn.Module) -> pd.DataFrame:
     for layer in anatomy(model).layers:
         size = sum(parameter.numel() for parameter in layer.block.parameters())
         lines.append((layer.kind, layer.width, layer.count, size))
-    return pd.DataFrame(lines, columns=["kind", "width", "routed experts", "parameters"])
+    return pd.DataFrame(
+        lines, columns=["kind", "width", "routed experts", "parameters"]
+    )
 
 
 def _check_used(scores: Scores) -> None:
     for layer, row in scores.gate.items():
         if not row.sum() > 0:
-            refuse("E-DATA", f"layer {layer}: its experts were never used, the scores are 0/0")
+            refuse(
+                "E-DATA",
+                f"layer {layer}: its experts were never used, the scores are 0/0",
+            )
 
 
 def concentration(scores: Scores) -> list[float]:
@@ -72,37 +77,50 @@ def overlap(first: ByTask, second: ByTask, top: Size) -> pd.DataFrame:
     """
     for task, scores in (*first.items(), *second.items()):
         if scores.gate.keys() != next(iter(first.values())).gate.keys():
-            refuse("E-KEYS", f"the scores of '{task}' are of other layers than the first")
+            refuse(
+                "E-KEYS", f"the scores of '{task}' are of other layers than the first"
+            )
         if top > scores.experts:
             refuse("E-RANGE", f"top is {top}, expected 1 to {scores.experts} (experts)")
 
     def best(scores: Scores) -> list[set[int]]:
-        ranked = [row.argsort(descending=True, stable=True) for row in scores.gate.values()]
+        ranked = [
+            row.argsort(descending=True, stable=True) for row in scores.gate.values()
+        ]
         return [set(order[:top].tolist()) for order in ranked]
 
     def shared(one: Scores, other: Scores) -> float:
-        return float(np.mean([len(a & b) for a, b in zip(best(one), best(other), strict=True)]))
+        return float(
+            np.mean([len(a & b) for a, b in zip(best(one), best(other), strict=True)])
+        )
 
-    table = [[shared(one, other) for other in second.values()] for one in first.values()]
+    table = [
+        [shared(one, other) for other in second.values()] for one in first.values()
+    ]
     return pd.DataFrame(table, index=list(first), columns=list(second))
 
 
 @checked
 def switches(
-    pooled: Mapping[str, Scores], thresholds: Annotated[Mapping[str, float], Field(min_length=1)]
+    pooled: Mapping[str, Scores],
+    thresholds: Annotated[Mapping[str, float], Field(min_length=1)],
 ) -> pd.DataFrame:
     """Count which experts change when the released settings are changed towards the paper's.
 
     Scores are given by pooling, thresholds p by score; a line is a score and one of `CHANGES`.
     """
     for pooling in get_args(Pooling):
-        refuse_unknown(pooling, pooled, "E-KEYS", f"no scores are given for pooling '{pooling}';")
+        refuse_unknown(
+            pooling, pooled, "E-KEYS", f"no scores are given for pooling '{pooling}';"
+        )
     lines = {}
     for score, threshold in thresholds.items():
         released = Config.preset("released", score=score, threshold=threshold)
         was = select(pooled[released.pooling], released).experts
         for name, change in CHANGES.items():
-            config = Config.preset("released", score=score, threshold=threshold, **change)
+            config = Config.preset(
+                "released", score=score, threshold=threshold, **change
+            )
             now = select(pooled[config.pooling], config).experts
             moved = [len(set(was[layer]) ^ set(now[layer])) for layer in was]
             differ = sum(map(bool, moved))
@@ -125,8 +143,15 @@ def counts(selections: Mapping[tuple[str, str], Selection]) -> pd.DataFrame:
 
 def _whole(shares: pd.DataFrame) -> pd.DataFrame:
     numbers = all(dtype.kind in "biuf" for dtype in shares.dtypes)
-    if shares.empty or not numbers or not ((shares >= 0) & (shares <= 1)).all(axis=None):
-        refuse("E-RANGE", "shares: expected `counts` over E, which are in [0, 1], one at least")
+    if (
+        shares.empty
+        or not numbers
+        or not ((shares >= 0) & (shares <= 1)).all(axis=None)
+    ):
+        refuse(
+            "E-RANGE",
+            "shares: expected `counts` over E, which are in [0, 1], one at least",
+        )
     return shares
 
 
@@ -141,7 +166,8 @@ def spread(
     others.
     """
     gathered = {
-        score: part.to_numpy().ravel() for score, part in shares.groupby(level=0, sort=False)
+        score: part.to_numpy().ravel()
+        for score, part in shares.groupby(level=0, sort=False)
     }
     first, middle, last = np.array_split(np.arange(shares.shape[1]), 3)
     for name, where in {"middle": middle, "outer": np.r_[first, last]}.items():
@@ -197,13 +223,18 @@ def at_equal_accuracy(one: Front, other: Front) -> NDArray[np.float64]:
     """
     sides = {"one": one, "other": other}
     for name, (solved, scores) in sides.items():
-        both = {f"{name}, accuracy": (solved, "S", "real"), "scores": (scores, "S I", "real")}
+        both = {
+            f"{name}, accuracy": (solved, "S", "real"),
+            "scores": (scores, "S I", "real"),
+        }
         shapes("at_equal_accuracy", both, empty="")
         if not (np.isfinite(solved).all() and np.isfinite(scores).all()):
             refuse("E-NONFINITE", f"at_equal_accuracy: {name} holds NaN or infinity")
     if one[1].shape[1] != other[1].shape[1]:
         items = f"{one[1].shape[1]} and {other[1].shape[1]}"
-        refuse("E-SHAPE", f"at_equal_accuracy: {items} general items, expected the same")
+        refuse(
+            "E-SHAPE", f"at_equal_accuracy: {items} general items, expected the same"
+        )
     level, kept = min(one[0].max(), other[0].max()), []
     for solved, scores in (one, other):
         mean, order = scores.mean(axis=1), np.argsort(solved, kind="stable")

@@ -24,21 +24,27 @@ from moebook.models.checkpoint import origin_or_none
 from moebook.nn import Router
 from moebook.settings import FINITE, checked
 
-UNIT = 2**40  # similarities are whole multiples of 1 / UNIT: sums are exact, ties are real ties
-LARGEST_SEARCH = (
-    2_000_000  # groups that are looked at: there are 635,376 of 4 in 64 experts, 4.4e9 of 8
-)
+# Similarities are whole multiples of 1 / UNIT: sums are exact, ties are real ties.
+UNIT = 2**40
+# Groups that are looked at: there are 635,376 of 4 in 64 experts, 4.4e9 of 8.
+LARGEST_SEARCH = 2_000_000
 
 
-def cooccurrence(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[int, Tensor]:
+def cooccurrence(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]]
+) -> dict[int, Tensor]:
     """Count how often two experts of a layer serve the same token (Appendix C); no padding.
 
     By layer ``[E, E]`` float64, symmetric; 0 on the diagonal, as an expert's company is others.
     """
     counts: dict[int, Tensor] = {}
-    for layer, seen in chain.from_iterable(decisions(model, batch).items() for batch in batches):
+    for layer, seen in chain.from_iterable(
+        decisions(model, batch).items() for batch in batches
+    ):
         ids = seen.real().ids.cpu()
-        chosen = torch.zeros(len(ids), seen.logits.shape[-1]).double().scatter_(1, ids, 1.0)
+        chosen = (
+            torch.zeros(len(ids), seen.logits.shape[-1]).double().scatter_(1, ids, 1.0)
+        )
         counts[layer] = counts.get(layer, 0) + chosen.T @ chosen
     if not any(matrix.any() for matrix in counts.values()):
         refuse("E-DATA", "no real token was counted: no expert occurred")
@@ -50,7 +56,8 @@ def similarity(cooccurrence: Tensor) -> NDArray[np.int64]:
     rows = nn.functional.normalize(cooccurrence.double(), dim=1)
     alike = np.rint((rows @ rows.T).numpy() * UNIT).astype(np.int64)
     np.fill_diagonal(alike, 0)
-    return np.maximum(alike, alike.T)  # the product may differ across the diagonal by rounding
+    # The product may differ across the diagonal by rounding.
+    return np.maximum(alike, alike.T)
 
 
 @checked
@@ -68,7 +75,9 @@ def partition(cooccurrence: Annotated[Tensor, FINITE], size: int) -> tuple[Group
     while len(left):
         candidates = np.array(list(combinations(left.tolist(), size)))
         pairs = combinations(candidates.T, 2)
-        total = sum((alike[one, other] for one, other in pairs), np.zeros(len(candidates), int))
+        total = sum(
+            (alike[one, other] for one, other in pairs), np.zeros(len(candidates), int)
+        )
         groups.append(tuple(candidates[total.argmax()].tolist()))
         left = np.setdiff1d(left, groups[-1])
     return tuple(groups)
@@ -109,7 +118,10 @@ def check(model: nn.Module, sizes: Iterable[int]) -> None:
             refuse("E-MODEL", f"{where}: its experts are grouped already")
         if not _is_plain(router):
             kind = type(router).__name__
-            refuse("E-MODEL", f"{where}: {kind} chooses by more than gate vectors in one weight")
+            refuse(
+                "E-MODEL",
+                f"{where}: {kind} chooses by more than gate vectors in one weight",
+            )
         _check_size(size, layer.count, router.top_k)
 
 
@@ -121,7 +133,9 @@ def _is_plain(router: nn.Module) -> bool:
     """
     if isinstance(router, Router):
         return True
-    tensors = [name for name, _ in chain(router.named_parameters(), router.named_buffers())]
+    tensors = [
+        name for name, _ in chain(router.named_parameters(), router.named_buffers())
+    ]
     takes = signature(router.forward).parameters
     greedy = getattr(router, "topk_method", "greedy") == "greedy"
     return tensors == ["weight"] and len(takes) == 1 and greedy
@@ -133,7 +147,10 @@ def _check_size(size: int, experts: int, top_k: int = 0) -> None:
         whole = f"{experts} experts" + (f" and of {top_k} per token" if top_k else "")
         refuse("E-RANGE", f"the group size is {size}, no divisor of {whole}")
     if (number := math.comb(experts, size)) > LARGEST_SEARCH:
-        refuse("E-RANGE", f"{number:,} groups of {size}, at most {LARGEST_SEARCH:,} are tried")
+        refuse(
+            "E-RANGE",
+            f"{number:,} groups of {size}, at most {LARGEST_SEARCH:,} are tried",
+        )
 
 
 class _SharedGate(nn.Module):
@@ -143,7 +160,11 @@ class _SharedGate(nn.Module):
 
     def __init__(self, groups: tuple[Group, ...]) -> None:
         super().__init__()
-        owner = {expert: number for number, members in enumerate(groups) for expert in members}
+        owner = {
+            expert: number
+            for number, members in enumerate(groups)
+            for expert in members
+        }
         numbers = torch.tensor([owner[expert] for expert in range(len(owner))])
         self.register_buffer("owner", numbers, persistent=False)
 

@@ -23,7 +23,9 @@ SCORES = "results/expert_scores"  # in a clone of the authors' repository
 LARGEST_GATE = 1.01  # gates may be rounded
 
 
-def published(folder: str | os.PathLike[str], tasks: Iterable[str]) -> dict[str, list[Path]]:
+def published(
+    folder: str | os.PathLike[str], tasks: Iterable[str]
+) -> dict[str, list[Path]]:
     """Find the published files of tasks: that of the scores first, then those of the routing.
 
     The ``folder`` is a clone of the authors' repository, or has ``<task>.scores.json`` and, where
@@ -71,13 +73,18 @@ def replay(
     return scored(dict(sorted(sums.items())), pooling)
 
 
-def _lines(path: Path, experts: int, top_k: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+def _lines(
+    path: Path, experts: int, top_k: int
+) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """Yield layer, sample, ids and gates ``[1, T, K]`` of each line."""
     number = 0
     of_layer = re.search(r"expert_weights_(\d{1,9})\.txt$", path.name)
     try:
         if not path.is_file():
-            refuse("E-NOFILE", f"{path} is missing: expected the published routing of a task")
+            refuse(
+                "E-NOFILE",
+                f"{path} is missing: expected the published routing of a task",
+            )
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
@@ -95,7 +102,9 @@ def _lines(path: Path, experts: int, top_k: int) -> Iterator[tuple[int, int, Ten
         refuse("E-FORMAT", f"{path}:{number}: {error}; expected {wanted}")
 
 
-def _routing(ids: list[int], gates: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+def _routing(
+    ids: list[int], gates: Tensor, experts: int, top_k: int
+) -> tuple[Tensor, Tensor]:
     """Shape a sample's experts and gates ``[1, T, K]``; raise where they are no routing."""
     known = all(0 <= expert < experts for expert in ids)
     if len(ids) != len(gates) or len(ids) % top_k or not known:

@@ -39,13 +39,22 @@ class Scores:
     def __post_init__(self) -> None:
         if self.token.keys() != self.gate.keys() or not self.token:
             odd = sorted(self.token.keys() ^ self.gate.keys())
-            refuse("E-KEYS", f"scores: token and gate must cover the same layers, not so: {odd}")
+            refuse(
+                "E-KEYS",
+                f"scores: token and gate must cover the same layers, not so: {odd}",
+            )
         for layer, row in [*self.token.items(), *self.gate.items()]:
             shapes(f"layer {layer}", {"scores": (row, "E")}, empty="")
             if len(row) != self.experts:
-                refuse("E-SHAPE", f"layer {layer}: {len(row)} experts, others have {self.experts}")
+                refuse(
+                    "E-SHAPE",
+                    f"layer {layer}: {len(row)} experts, others have {self.experts}",
+                )
             if not (row.isfinite() & (row >= 0)).all():
-                refuse("E-RANGE", f"layer {layer} has a score that is negative or not finite")
+                refuse(
+                    "E-RANGE",
+                    f"layer {layer} has a score that is negative or not finite",
+                )
         # A token's gates are shares or probabilities, so no layer's can exceed the one token.
         # Those of a router that weights each expert by a sigmoid of its own can.
         _check_sums("token", self.token, expected="1")
@@ -57,7 +66,9 @@ class Scores:
         return len(next(iter(self.token.values())))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, without: Collection[int] = ()) -> Scores:
+    def load(
+        cls, path: str | os.PathLike[str], *, without: Collection[int] = ()
+    ) -> Scores:
         """Read the published JSON form, ``without`` some layers, such as those that never ran."""
         published = from_json(PublishedScores, path)
         token = _tensors(published.token_scores)
@@ -65,7 +76,10 @@ class Scores:
         for layer in sorted(without):
             for rows in (token, gate):
                 if rows.pop(layer, None) is None:
-                    refuse("E-KEYS", f"{path} has no layer {layer} to leave out: {sorted(rows)}")
+                    refuse(
+                        "E-KEYS",
+                        f"{path} has no layer {layer} to leave out: {sorted(rows)}",
+                    )
         return cls(token, gate, tuple(sorted(without)))
 
 
@@ -82,12 +96,16 @@ def _tensors(layers: ByLayer) -> dict[int, Tensor]:
     for layer, scores in sorted(layers.items()):
         numbers = sorted(scores)
         if numbers != list(range(len(scores))):
-            refuse("E-KEYS", f"the scores of layer {layer} lack an expert of 0 to E - 1")
+            refuse(
+                "E-KEYS", f"the scores of layer {layer} lack an expert of 0 to E - 1"
+            )
         rows[layer] = torch.tensor([scores[e] for e in numbers], dtype=torch.float64)
     return rows
 
 
-def tally(ids: Tensor, gates: Tensor, experts: int, mask: Tensor | None = None) -> Tensor:
+def tally(
+    ids: Tensor, gates: Tensor, experts: int, mask: Tensor | None = None
+) -> Tensor:
     """Sum one layer's routing of a batch over E experts, ``[2, 2, E + 1]``: pooling, score, expert.
 
     Ids and gates are ``[B, T, K]``; the mask ``[B, T]`` is true where a token is real. Behind the
@@ -105,8 +123,12 @@ def tally(ids: Tensor, gates: Tensor, experts: int, mask: Tensor | None = None) 
 
     # What each sample's tokens give to each expert.
     chosen = ids.flatten(1)  # [B, T * K]
-    token_sums = real.new_zeros(samples, experts).scatter_add_(1, chosen, token_share.flatten(1))
-    gate_sums = real.new_zeros(samples, experts).scatter_add_(1, chosen, gate_share.flatten(1))
+    token_sums = real.new_zeros(samples, experts).scatter_add_(
+        1, chosen, token_share.flatten(1)
+    )
+    gate_sums = real.new_zeros(samples, experts).scatter_add_(
+        1, chosen, gate_share.flatten(1)
+    )
     sums = torch.stack([token_sums, gate_sums])  # [2, B, E]
 
     # Pooled over tokens, a long sample weighs more; over samples, all weigh the same.
@@ -175,7 +197,10 @@ def samples(
     samples" of 4096 tokens), or unless ``packed`` one whole row, longer ones left out.
     """
     if "input_ids" not in rows.column_names:
-        refuse("E-DATA", f"rows have {rows.column_names}, expected input_ids: see data.encode")
+        refuse(
+            "E-DATA",
+            f"rows have {rows.column_names}, expected input_ids: see data.encode",
+        )
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
     texts: list[list[int]] = []
     if packed:
@@ -185,7 +210,9 @@ def samples(
                 break
             stream += rows[place]["input_ids"]
         stream = stream[: count * length]
-        texts = [stream[start : start + length] for start in range(0, len(stream), length)]
+        texts = [
+            stream[start : start + length] for start in range(0, len(stream), length)
+        ]
     else:
         for place in order:
             if len(texts) == count:

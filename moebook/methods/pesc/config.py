@@ -10,7 +10,9 @@ from pydantic import Field
 from moebook.errors import refuse
 from moebook.settings import Presets, Share, Size, checked, settings
 
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Target = Literal[
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+]
 Weight = Annotated[float, Field(ge=0)]
 
 
@@ -33,13 +35,23 @@ class Config(Presets):
     """
 
     experts: Size = 8  # E, adapters a layer
-    top_k: Size = 2  # K, experts per token; with 1 only the balance loss reaches the routers
-    adapter_width: Size = 512  # R; the printed sizes imply 512, the released code trains 64
-    adapter_scale: float = 1.0  # factor on the adapters' output in training (1 in Eq. 8)
+    top_k: Size = (
+        2  # K, experts per token; with 1 only the balance loss reaches the routers
+    )
+    adapter_width: Size = (
+        512  # R; the printed sizes imply 512, the released code trains 64
+    )
+    adapter_scale: float = (
+        1.0  # factor on the adapters' output in training (1 in Eq. 8)
+    )
     served_scale: float = 1.0  # the same in evaluation mode (released: 0.25)
-    adapter_dropout: Share = 0.1  # dropped before ``down`` (0.1 as released; the paper is silent)
+    adapter_dropout: Share = (
+        0.1  # dropped before ``down`` (0.1 as released; the paper is silent)
+    )
     down_init: Literal["kaiming", "zero"] = "kaiming"
-    layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
+    layers: (
+        Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None
+    ) = None
     balance: Literal["live", "kept", "constant", "none"] = "live"
     balance_weight: Weight = 0.01
     host: Literal["frozen", "lora", "qlora", "full"] = "qlora"
@@ -50,7 +62,10 @@ class Config(Presets):
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
-            refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts)")
+            refuse(
+                "E-RANGE",
+                f"top_k is {self.top_k}, expected 1 to {self.experts} (experts)",
+            )
         if self.top_k == 1 < self.experts:
             why = "top_k is 1: each token's gate is 1, only the balance loss reaches the routers"
             warnings.warn(f"W-ROUTER: {why}; take top_k=2", stacklevel=5)
@@ -75,7 +90,9 @@ OPEN = "adapter_scale served_scale adapter_dropout down_init balance balance_wei
 GROUPS = {
     **dict.fromkeys(("humaneval", "mbpp", "solutions_mbpp"), "code"),
     **dict.fromkeys(("gsm8k", "hendrycks_math", "solutions_gsm8k"), "mathematics"),
-    **dict.fromkeys("piqa hellaswag winogrande arc_easy arc_challenge".split(), "common_sense"),
+    **dict.fromkeys(
+        "piqa hellaswag winogrande arc_easy arc_challenge".split(), "common_sense"
+    ),
     **dict.fromkeys(("openbookqa", "social_iqa", "boolq_closed"), "common_sense"),
     **dict.fromkeys(("nq_open", "triviaqa"), "knowledge"),
     "mmlu": "mmlu",

@@ -55,7 +55,10 @@ def full_experts(model: nn.Module, config: Config) -> nn.Module:
     train (theta_i of Eq. 3); ``config.host`` must be ``"frozen"``.
     """
     if config.host != "frozen":
-        refuse("E-CHOICE", f"host is '{config.host}', expected 'frozen': Eq. 6 is of experts")
+        refuse(
+            "E-CHOICE",
+            f"host is '{config.host}', expected 'frozen': Eq. 6 is of experts",
+        )
     chosen = craftable(model, config)
     base, of_host = checkpoint.fingerprint(model), list(model.parameters())
 
@@ -72,7 +75,10 @@ def full_experts(model: nn.Module, config: Config) -> nn.Module:
 def craftable(model: nn.Module, config: Config) -> Chosen:
     """Return the host's anatomy and the layers to craft, or refuse what cannot be crafted."""
     if checkpoint.origin_or_none(model, Origin):
-        refuse("E-MODEL", "the model has been through PESC already: load the dense host again")
+        refuse(
+            "E-MODEL",
+            "the model has been through PESC already: load the dense host again",
+        )
     host = anatomy(model)
     return host, dense_layers(host, config.layers, "PESC")
 
@@ -116,7 +122,10 @@ def assemble(model: nn.Module, made_from: Origin) -> nn.Module:
         check_rank(model, lora)  # before anything is changed
     if config.host == "qlora":
         if importlib.util.find_spec("bitsandbytes") is None:
-            refuse("E-DEP", "host='qlora' needs a package: pip install bitsandbytes; or 'lora'")
+            refuse(
+                "E-DEP",
+                "host='qlora' needs a package: pip install bitsandbytes; or 'lora'",
+            )
         _quantise(model, chosen[0])
     if made_from.sparse:
         install(chosen, config)
@@ -150,15 +159,21 @@ def trained(model: nn.Module, config: Config) -> dict[str, nn.Parameter]:
     if config.host == "full":
         return parameters
     kinds = mnn.Adapters | mnn.Router
-    added = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, kinds))
+    added = tuple(
+        f"{name}." for name, m in model.named_modules() if isinstance(m, kinds)
+    )
     return {n: p for n, p in parameters.items() if n.startswith(added) or ".lora_" in n}
 
 
 def adapter_norm(model: nn.Module) -> float:
     """Return the norm of all upper matrices, which start at zero: how far the adapters moved."""
-    ups = [part.up.detach() for part in model.modules() if isinstance(part, mnn.Adapters)]
+    ups = [
+        part.up.detach() for part in model.modules() if isinstance(part, mnn.Adapters)
+    ]
     if not ups:
-        refuse("E-MODEL", "no adapters to measure: the model is dense or has full experts")
+        refuse(
+            "E-MODEL", "no adapters to measure: the model is dense or has full experts"
+        )
     return torch.stack([up.norm() for up in ups]).norm().item()
 
 
@@ -170,11 +185,21 @@ def _quantise(model: nn.Module, host: Anatomy) -> None:
         for name, dense in list(layer.block.named_modules()):
             if type(dense) is not nn.Linear:
                 continue
-            sizes, biased = (dense.in_features, dense.out_features), dense.bias is not None
-            form = {"compute_dtype": dense.weight.dtype, "quant_type": "nf4", "device": "meta"}
+            sizes, biased = (
+                (dense.in_features, dense.out_features),
+                dense.bias is not None,
+            )
+            form = {
+                "compute_dtype": dense.weight.dtype,
+                "quant_type": "nf4",
+                "device": "meta",
+            }
             quantised = Linear4bit(*sizes, bias=biased, **form)
             quantised.weight = Params4bit(
-                dense.weight.data, requires_grad=False, quant_type="nf4", module=quantised
+                dense.weight.data,
+                requires_grad=False,
+                quant_type="nf4",
+                module=quantised,
             ).to(dense.weight.device)
             quantised.bias = dense.bias
             # Else evaluation on a CPU with AVX512-BF16 would repack the weights for good: widths of

@@ -33,8 +33,15 @@ HOSTS = {
     "llama-2-13b": "meta-llama/Llama-2-13b-hf",
     "yi-34b": "01-ai/Yi-34B",
 }
-PRINTED = {"llama-2-7b": 8, "llama-2-13b": 15, "yi-34b": 38}  # billions of parameters (Table 2)
-TURNS, STEPS = 3, 6  # short runs that `cost` times, and their steps; the first is a warm-up
+PRINTED = {
+    "llama-2-7b": 8,
+    "llama-2-13b": 15,
+    "yi-34b": 38,
+}  # billions of parameters (Table 2)
+TURNS, STEPS = (
+    3,
+    6,
+)  # short runs that `cost` times, and their steps; the first is a warm-up
 
 
 def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tensor:
@@ -70,7 +77,9 @@ def balance_gradient(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float,
     value = balance_loss(model) / len(routers)
     if not value.requires_grad:
         why = "the routers are frozen, or the model is in evaluation mode: model.train() first"
-        refuse("E-GRADIENT", f"balance_gradient: the balance loss has no gradient: {why}")
+        refuse(
+            "E-GRADIENT", f"balance_gradient: the balance loss has no gradient: {why}"
+        )
     value.backward()
     norm = torch.stack([router.weight.grad.norm() for router in routers]).norm()
     return value.item(), norm.item()
@@ -79,14 +88,19 @@ def balance_gradient(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float,
 class Approximation(NamedTuple):
     """How near adapters come to full experts; lists go over the labelled rows."""
 
-    gaps: list[float]  # |loss(full) - loss(pesc)|, nats per labelled token: xi of Eq. 6 is the mean
-    recovered: list[float]  # the mean is the share of the full experts' gain that adapters reach
+    # |loss(full) - loss(pesc)|, nats per labelled token: xi of Eq. 6 is the mean.
+    gaps: list[float]
+    # The mean is the share of the full experts' gain that adapters reach.
+    recovered: list[float]
     output_error: float  # |pesc - full| / |full - dense| of the layers' outputs
 
 
 @torch.no_grad()
 def approximation_error(
-    pesc: nn.Module, full: nn.Module, dense: nn.Module, batches: Iterable[Mapping[str, Any]]
+    pesc: nn.Module,
+    full: nn.Module,
+    dense: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
 ) -> Approximation:
     """Measure how far trained adapters are from full experts of the same start and data (Eq. 6).
 
@@ -103,12 +117,16 @@ def approximation_error(
     models = [pesc, full, dense]
     with evaluating(pesc), evaluating(full), evaluating(dense):
         for given in batches:
-            check_batch("approximation_error", dense, given, needs=["labels", "attention_mask"])
+            check_batch(
+                "approximation_error", dense, given, needs=["labels", "attention_mask"]
+            )
             batch = send_to_device(given, pesc.device)
             rows.append(torch.stack([_row_losses(model, batch) for model in models]))
             squares += _squared_distances(models, batch)
     if not rows:
-        refuse("E-DATA", "no batch to measure the approximation error on; give one or more")
+        refuse(
+            "E-DATA", "no batch to measure the approximation error on; give one or more"
+        )
     of_pesc, of_full, of_dense = torch.cat(rows, 1)
     recovered = (of_dense - of_pesc) / (of_dense - of_full).mean()
     moved = squares[1] > 0
@@ -121,7 +139,9 @@ def _row_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return the mean nats per labelled token of each row ``[B]``."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     logits, labels = model(**inputs).logits[:, :-1], batch["labels"][:, 1:]
-    return token_nats(logits, labels).double().sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+    return token_nats(logits, labels).double().sum(1) / (labels != IGNORED).sum(
+        1
+    ).clamp(min=1)
 
 
 def _squared_distances(models: list[nn.Module], batch: Mapping[str, Any]) -> Tensor:
@@ -149,7 +169,9 @@ class Counts(NamedTuple):
     adapters: int
     routers: int
     total: int  # of the crafted model
-    activated: int  # that one token uses: the host, the routers, and K of E adapters a layer
+    activated: (
+        int  # that one token uses: the host, the routers, and K of E adapters a layer
+    )
 
 
 def counts(config: Config, host: str | PreTrainedConfig) -> Counts:
@@ -160,7 +182,9 @@ def counts(config: Config, host: str | PreTrainedConfig) -> Counts:
     model = skeleton(host)
     dense = _size(model)
     install(craftable(model, config), config)
-    adapters = sum(_size(part) for part in model.modules() if isinstance(part, mnn.Adapters))
+    adapters = sum(
+        _size(part) for part in model.modules() if isinstance(part, mnn.Adapters)
+    )
     routers = sum(_size(part) for part in mnn.routers(model))
     idle = adapters * (config.experts - config.top_k) // config.experts
     total = _size(model)
@@ -173,11 +197,15 @@ def matched(dense: nn.Module, config: Config) -> Config:
     Counted is the host that ``dense.config`` describes, whole, even where some layers are cut off.
     """
     host = skeleton(dense.config)
-    linears = (m for name, m in host.named_modules() if name.endswith(config.lora_targets))
+    linears = (
+        m for name, m in host.named_modules() if name.endswith(config.lora_targets)
+    )
     per_rank = sum(linear.in_features + linear.out_features for linear in linears)
     sparse = counts(config, dense.config)
     rank = config.lora_rank + round((sparse.adapters + sparse.routers) / per_rank)
-    return replace(config, lora_rank=rank, lora_alpha=config.lora_alpha * rank / config.lora_rank)
+    return replace(
+        config, lora_rank=rank, lora_alpha=config.lora_alpha * rank / config.lora_rank
+    )
 
 
 def printed_sizes() -> pd.DataFrame:
@@ -193,7 +221,14 @@ def printed_sizes() -> pd.DataFrame:
         rest, per_width = size.dense + size.routers, size.adapters / wide.adapter_width
         ends = [((printed + side) * 1e9 - rest) / per_width for side in (-0.5, 0.5)]
         lines[host] = [size.dense, size.total, size.activated, narrow.total, *ends]
-    whats = ["dense", "total", "activated", "total_64", "implied_width_low", "implied_width_high"]
+    whats = [
+        "dense",
+        "total",
+        "activated",
+        "total_64",
+        "implied_width_low",
+        "implied_width_high",
+    ]
     return pd.DataFrame(lines, index=whats).T
 
 
@@ -202,7 +237,11 @@ def _size(module: nn.Module) -> int:
 
 
 def cost(
-    dense: nn.Module, sparse: nn.Module, train: Rows, inputs: Mapping[str, Tensor], **recipe: Any
+    dense: nn.Module,
+    sparse: nn.Module,
+    train: Rows,
+    inputs: Mapping[str, Tensor],
+    **recipe: Any,
 ) -> tuple[list[float], float]:
     """Return what a step of the crafted model costs over one of the dense arm: times and bytes.
 

@@ -50,7 +50,10 @@ class Config(Presets):
 
     def __post_init__(self) -> None:
         if (self.tune, self.prototypes) == ("none", "after"):
-            refuse("E-CHOICE", "prototypes is 'after', but tune is 'none': set it to 'experts'")
+            refuse(
+                "E-CHOICE",
+                "prototypes is 'after', but tune is 'none': set it to 'experts'",
+            )
 
     PRESETS: ClassVar = {
         "paper": {"tune": "none"},
@@ -73,7 +76,10 @@ class Arrow(nn.Module):
 
     def __init__(self, prototypes: Tensor, config: Config) -> None:
         super().__init__()
-        self.top_k, self.temperature = config.top_k or len(prototypes), config.temperature
+        self.top_k, self.temperature = (
+            config.top_k or len(prototypes),
+            config.temperature,
+        )
         self.register_buffer("prototypes", prototypes)  # [N, D]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,32 +103,51 @@ def prototypes(
         pair = {"down": (down, "N R D"), "up": (up, "N O R")}
         count = shapes(f"prototypes, {path}", pair, empty="")["N"]
         if count != len(names):
-            refuse("E-SHAPE", f"prototypes, {path}: factors of {count} LoRAs, {len(names)} names")
+            refuse(
+                "E-SHAPE",
+                f"prototypes, {path}: factors of {count} LoRAs, {len(names)} names",
+            )
         if not (down.isfinite().all() and up.isfinite().all()):
             refuse("E-NONFINITE", f"prototypes, {path}: factors hold NaN or infinity")
         q, t = torch.linalg.qr(down.detach().double().mT)
         small = torch.linalg.qr(up.detach().double()).R @ t.mT
         _, values, right = torch.linalg.svd(small)
-        if idle := [name for name, s in zip(names, values[:, 0], strict=True) if not s > 0]:
-            refuse("E-BANK", f"'{idle[0]}' has B A = 0 in {path}, so no direction: leave it out")
+        if idle := [
+            name for name, s in zip(names, values[:, 0], strict=True) if not s > 0
+        ]:
+            refuse(
+                "E-BANK",
+                f"'{idle[0]}' has B A = 0 in {path}, so no direction: leave it out",
+            )
         found[path] = (q @ right[:, 0, :, None]).squeeze(-1)
     return found
 
 
-def tuned(model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: Any) -> Tuned:
+def tuned(
+    model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: Any
+) -> Tuned:
     """Put the bank on the base, routed by its own directions; tune the LoRAs if so set."""
     check(bank, ranks=config.mix == "factors")
     mixing.check_choice(config.top_k or 1, bank)
     parts, names = mixing.stack(bank, config.mix), tuple(bank)
-    start = prototypes({path: (parts.down[path], parts.up[path]) for path in parts.down}, names)
+    start = prototypes(
+        {path: (parts.down[path], parts.up[path]) for path in parts.down}, names
+    )
     done = tuning.attach(
-        model, bank, lambda path, _: Arrow(start[path], config),
-        mix=config.mix, learnt=config.tune == "experts", kind=Origin, config=config,
-    )  # fmt: skip
+        model,
+        bank,
+        lambda path, _: Arrow(start[path], config),
+        mix=config.mix,
+        learnt=config.tune == "experts",
+        kind=Origin,
+        config=config,
+    )
     done = tuning.fit(done, data, **recipe)
     if config.prototypes == "after":
         with tuning.undone(done):
-            last = prototypes({p: (part.down, part.up) for p, part in done.parts.items()}, names)
+            last = prototypes(
+                {p: (part.down, part.up) for p, part in done.parts.items()}, names
+            )
         for path, part in done.parts.items():
             part.weigh.prototypes.copy_(last[path])
     return done

@@ -35,7 +35,11 @@ from moebook.methods.rocket.bank import Bank, check
 from moebook.settings import Count, Presets, Seed, Size, checked, settings
 
 Loss = Callable[[np.ndarray], float]
-BOX, STRENGTH, STEP = 1.5, 0.05, 0.5  # |w_i| at most; of the penalty; of the first probes
+BOX, STRENGTH, STEP = (
+    1.5,
+    0.05,
+    0.5,
+)  # |w_i| at most; of the penalty; of the first probes
 
 
 @settings
@@ -71,7 +75,9 @@ class Config(Presets):
     }
 
 
-def tuned(model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: Any) -> Tuned:
+def tuned(
+    model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: Any
+) -> Tuned:
     """Attach the mixture that the search finds; of ``recipe`` only the seed matters.
 
     The history holds the loss of each evaluation, with its penalty.
@@ -86,7 +92,11 @@ def tuned(model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: An
     def loss(weights: np.ndarray) -> float:
         fixed.weights.copy_(torch.from_numpy(weights))
         nats = training.nats(model, rows, pad_id=data.pad_id, batch=config.batch)
-        size = np.abs(weights).mean() if config.penalty == "mean" else np.abs(weights).sum()
+        size = (
+            np.abs(weights).mean()
+            if config.penalty == "mean"
+            else np.abs(weights).sum()
+        )
         nats /= config.batch if config.loss == "over_batch" else 1
         values.append(float(nats + STRENGTH * size))
         return values[-1]
@@ -96,7 +106,9 @@ def tuned(model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: An
         fixed.weights.copy_(torch.from_numpy(best))
     tokens = sum(map(len, rows["input_ids"]))
     steps = list(range(1, len(values) + 1))
-    history = training.History(step=steps, loss=values, tokens=[tokens * step for step in steps])
+    history = training.History(
+        step=steps, loss=values, tokens=[tokens * step for step in steps]
+    )
     return replace(result, cost=Cost(len(bank), tokens * len(values)), history=history)
 
 
@@ -112,24 +124,35 @@ def search(loss: Loss, size: Size, config: Config, *, seed: Seed = 0) -> np.ndar
         value = loss(weights)
         if not math.isfinite(value):
             at = ", ".join(f"{weight:.3g}" for weight in weights[:8])
-            refuse("E-NONFINITE", f"the loss is {value} at weights [{at}], expected a finite one")
+            refuse(
+                "E-NONFINITE",
+                f"the loss is {value} at weights [{at}], expected a finite one",
+            )
         seen.append((value, weights))
         return value
 
-    (_cobyla if config.optimiser == "cobyla" else _cma)(noted, size, config.budget, seed)
+    (_cobyla if config.optimiser == "cobyla" else _cma)(
+        noted, size, config.budget, seed
+    )
     return min(seen, key=lambda pair: pair[0])[1]
 
 
 def _cobyla(loss: Loss, size: int, budget: int, seed: int) -> None:
     if budget < size + 2:
         left = f"its first {size + 1} look at w = 0 and at each LoRA; then a step must be left"
-        refuse("E-RANGE", f"budget is {budget}, COBYLA needs {size + 2} for {size} LoRAs: {left}")
+        refuse(
+            "E-RANGE",
+            f"budget is {budget}, COBYLA needs {size + 2} for {size} LoRAs: {left}",
+        )
     with warnings.catch_warnings():  # that a tolerance of 0 was raised
         warnings.filterwarnings("ignore", ".*RHOEND.*")
         minimize(
-            lambda z: loss(folded(STEP * z)), np.zeros(size), method="COBYLA", tol=0,
+            lambda z: loss(folded(STEP * z)),
+            np.zeros(size),
+            method="COBYLA",
+            tol=0,
             options={"maxiter": budget},
-        )  # fmt: skip
+        )
 
 
 def folded(weights: np.ndarray) -> np.ndarray:
@@ -140,12 +163,17 @@ def folded(weights: np.ndarray) -> np.ndarray:
 
 def _cma(loss: Loss, size: int, budget: int, seed: int) -> None:
     if importlib.util.find_spec("nevergrad") is None:
-        refuse("E-DEP", "optimiser 'cma' needs a package: pip install nevergrad; or take 'cobyla'")
+        refuse(
+            "E-DEP",
+            "optimiser 'cma' needs a package: pip install nevergrad; or take 'cobyla'",
+        )
     import nevergrad
 
     box = nevergrad.p.Array(init=np.zeros(size), lower=-BOX, upper=BOX)
     box.random_state.seed(seed)
-    nevergrad.optimizers.registry["CMA"](parametrization=box, budget=budget).minimize(loss)
+    nevergrad.optimizers.registry["CMA"](parametrization=box, budget=budget).minimize(
+        loss
+    )
 
 
 def _drawn(bank: Bank, experts: int | None, seed: int) -> Bank:
@@ -153,6 +181,9 @@ def _drawn(bank: Bank, experts: int | None, seed: int) -> Bank:
     if experts is None:
         return bank
     if experts > len(bank):
-        refuse("E-RANGE", f"experts is {experts}, expected 1 to {len(bank)}, the bank's LoRAs")
+        refuse(
+            "E-RANGE",
+            f"experts is {experts}, expected 1 to {len(bank)}, the bank's LoRAs",
+        )
     names = random.Random(f"lorahub/{seed}").sample(sorted(bank), experts)
     return {name: bank[name] for name in names}

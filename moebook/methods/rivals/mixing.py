@@ -58,7 +58,9 @@ def stack(bank: Bank, mix: Mix) -> Stack:
     check_alike(loras)
     scale = loras[0].scale
     rooted = [(lora, math.sqrt(lora.scale / scale)) for lora in loras]
-    down = {p: torch.stack([lora.down[p] * r for lora, r in rooted]) for p in loras[0].down}
+    down = {
+        p: torch.stack([lora.down[p] * r for lora, r in rooted]) for p in loras[0].down
+    }
     up = {p: torch.stack([lora.up[p] * r for lora, r in rooted]) for p in loras[0].up}
     return Stack(scale, loras[0].rank, down, up)
 
@@ -77,7 +79,9 @@ def _padded(loras: Sequence[Lora]) -> list[Lora]:
             down[path][: lora.rank] = lora.down[path]
             up[path][:, : lora.rank] = lora.up[path]
         alpha = lora.scale * rank
-        return replace(lora, rank=rank, alpha=alpha, rank_stabilised=False, down=down, up=up)
+        return replace(
+            lora, rank=rank, alpha=alpha, rank_stabilised=False, down=down, up=up
+        )
 
     return [filled(lora) for lora in loras]
 
@@ -90,7 +94,9 @@ def fresh_like(bank: Bank, *, seed: Seed) -> dict[str, Lora]:
     def started(lora: Lora) -> Lora:
         widths = {path: a.shape[1] ** -0.5 for path, a in lora.down.items()}
         down = {
-            path: torch.empty(a.shape).uniform_(-widths[path], widths[path], generator=generator)
+            path: torch.empty(a.shape).uniform_(
+                -widths[path], widths[path], generator=generator
+            )
             for path, a in lora.down.items()
         }
         up = {path: torch.zeros(b.shape) for path, b in lora.up.items()}
@@ -109,7 +115,9 @@ def halves(weights: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
     return weights.sign() * root, root
 
 
-def joined(down: Tensor, up: Tensor, weights: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
+def joined(
+    down: Tensor, up: Tensor, weights: Tensor, mix: Mix
+) -> tuple[Tensor, Tensor]:
     """Mix ``A [N, R, D]`` and ``B [N, O, R]`` to one LoRA for weights ``[.., N]``.
 
     Returns ``[.., R, D]`` and ``[.., O, R]``; for outputs, whose weights are ``[N]``, the rank is
@@ -117,17 +125,25 @@ def joined(down: Tensor, up: Tensor, weights: Tensor, mix: Mix) -> tuple[Tensor,
     """
     on_down, on_up = halves(weights, mix)
     if mix == "outputs":
-        return down.flatten(0, 1), (on_up[:, None, None] * up).transpose(0, 1).flatten(1)
+        return down.flatten(0, 1), (on_up[:, None, None] * up).transpose(0, 1).flatten(
+            1
+        )
     one = torch.einsum("...n,nrd->...rd", on_down, down)
     return one, torch.einsum("...n,nor->...or", on_up, up)
 
 
 def merged(
-    bank: Bank, weights: Tensor | Mapping[str, Tensor], *, mix: Mix, name: str = "merged"
+    bank: Bank,
+    weights: Tensor | Mapping[str, Tensor],
+    *,
+    mix: Mix,
+    name: str = "merged",
 ) -> Lora:
     """Mix a bank to one LoRA by weights ``[N]``, the same in all layers or by a layer's path."""
     parts = stack(bank, mix)
-    by_path = weights if isinstance(weights, Mapping) else dict.fromkeys(parts.down, weights)
+    by_path = (
+        weights if isinstance(weights, Mapping) else dict.fromkeys(parts.down, weights)
+    )
     _check_weights(by_path, parts)
     factors = {
         path: joined(down, parts.up[path], by_path[path].to(down), mix)
@@ -148,7 +164,11 @@ def _check_weights(by_path: Mapping[str, Tensor], parts: Stack) -> None:
 
 
 def as_lora(
-    factors: Mapping[str, tuple[Tensor, Tensor]], scale: float, *, name: str, base: str | None
+    factors: Mapping[str, tuple[Tensor, Tensor]],
+    scale: float,
+    *,
+    name: str,
+    base: str | None,
 ) -> Lora:
     """Make a LoRA of A and B by path and the factor on B A."""
     rank = len(next(iter(factors.values()))[0])
@@ -160,14 +180,19 @@ def as_lora(
 def strongest(scores: Tensor, top_k: int) -> Tensor:
     """Return weights ``[..., N]``: the softmax over a token's k largest scores, 0 elsewhere."""
     routing = route(scores.flatten(0, -2), top_k)
-    weights = torch.zeros_like(scores).flatten(0, -2).scatter(1, routing.ids, routing.weights)
+    weights = (
+        torch.zeros_like(scores).flatten(0, -2).scatter(1, routing.ids, routing.weights)
+    )
     return weights.view_as(scores)
 
 
 def check_choice(count: int, bank: Bank) -> None:
     """Refuse to choose more LoRAs than the bank holds."""
     if count > len(bank):
-        refuse("E-RANGE", f"k is {count}, expected 1 to {len(bank)} (N, the LoRAs of the bank)")
+        refuse(
+            "E-RANGE",
+            f"k is {count}, expected 1 to {len(bank)} (N, the LoRAs of the bank)",
+        )
 
 
 class Fixed(nn.Module):
@@ -192,9 +217,16 @@ class Mixed(nn.Module):
     """
 
     def __init__(
-        self, base_layer: nn.Module, down: Tensor, up: Tensor, scale: float, weigh: nn.Module, *,
-        mix: Mix, dropout: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        base_layer: nn.Module,
+        down: Tensor,
+        up: Tensor,
+        scale: float,
+        weigh: nn.Module,
+        *,
+        mix: Mix,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.base_layer, self.weigh = base_layer, weigh
         self.down, self.up = nn.Parameter(down), nn.Parameter(up)

@@ -67,7 +67,10 @@ class Config(Presets):
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
-            refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts, E)")
+            refuse(
+                "E-RANGE",
+                f"top_k is {self.top_k}, expected 1 to {self.experts} (experts, E)",
+            )
 
     PRESETS: ClassVar = {
         "paper": {"coefficient": 1e-2},
@@ -106,12 +109,18 @@ class FFN(nn.Module):
     it too runs once, on their weighted sum (released: once for each chosen expert).
     """
 
-    def __init__(self, mlp: nn.Module, weigh: Gate, parts: dict[str, Factors], made: Config):
+    def __init__(
+        self, mlp: nn.Module, weigh: Gate, parts: dict[str, Factors], made: Config
+    ):
         super().__init__()
         self.base_layer, self.weigh = mlp, weigh
         self.downs = nn.ParameterDict({name: down for name, (down, _) in parts.items()})
         self.ups = nn.ParameterDict({name: up for name, (_, up) in parts.items()})
-        self.scale, self.dropout, self.top_k = made.alpha / made.rank, made.dropout, made.top_k
+        self.scale, self.dropout, self.top_k = (
+            made.alpha / made.rank,
+            made.dropout,
+            made.top_k,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[B, T, D]`` for ``x [B, T, D]``."""
@@ -121,7 +130,8 @@ class FFN(nn.Module):
         slots = F.one_hot(ids, gates.shape[-1]).to(gates).unbind(-2)
         gate, up = mlp.gate_proj(x), mlp.up_proj(x)
         hidden = [
-            mlp.act_fn(self._add("gate_proj", x, gate, slot)) * self._add("up_proj", x, up, slot)
+            mlp.act_fn(self._add("gate_proj", x, gate, slot))
+            * self._add("up_proj", x, up, slot)
             for slot in slots
         ]
         shares = weights.unsqueeze(-1).unbind(-2)
@@ -180,9 +190,15 @@ def penalty(config: Config) -> Penalty:
         trace = found[0].trace
         decisions = [trace.decisions[router.layer] for router in found] if trace else []
         mask = trace.padding(len(decisions[0].ids)) if trace else None
-        logits, ids = (torch.cat(parts) for parts in list(zip(*decisions, strict=True))[:2])
+        logits, ids = (
+            torch.cat(parts) for parts in list(zip(*decisions, strict=True))[:2]
+        )
         mask = None if mask is None else mask.repeat(len(found))
-        return config.coefficient * config.top_k * kernels.balance_loss(logits, ids, mask=mask)
+        return (
+            config.coefficient
+            * config.top_k
+            * kernels.balance_loss(logits, ids, mask=mask)
+        )
 
     return balance
 
@@ -193,10 +209,14 @@ def _origin(model: nn.Module, config: Config) -> Origin:
         mlps = {layer.mlp for layer in dense_layers(anatomy(model), None, "MixLoRA")}
         paths += [path for path, part in model.named_modules() if part in mlps]
     return Origin(
-        base=checkpoint.fingerprint(model), config=config, paths=tuple(paths), mix="outputs",
-        names=tuple(f"expert {n}" for n in range(config.experts)), rank=config.rank,
+        base=checkpoint.fingerprint(model),
+        config=config,
+        paths=tuple(paths),
+        mix="outputs",
+        names=tuple(f"expert {n}" for n in range(config.experts)),
+        rank=config.rank,
         scale=config.alpha / config.rank,
-    )  # fmt: skip
+    )
 
 
 def _install(model: nn.Module, origin: Origin) -> Tuned:
@@ -214,7 +234,9 @@ def _part(old: nn.Module, config: Config, traced: dict[str, Any]) -> nn.Module:
 
     def factors(linear: nn.Module, count: int) -> Factors:
         bound = linear.in_features**-0.5  # of PEFT's start: Kaiming with a = sqrt 5
-        down = torch.empty(count, config.rank, linear.in_features, **at).uniform_(-bound, bound)
+        down = torch.empty(count, config.rank, linear.in_features, **at).uniform_(
+            -bound, bound
+        )
         up = torch.zeros(count, linear.out_features, config.rank, **at)
         return nn.Parameter(down), nn.Parameter(up)
 

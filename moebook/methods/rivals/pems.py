@@ -50,13 +50,18 @@ class Config(Presets):
     }
 
 
-def tuned(model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: Any) -> Tuned:
+def tuned(
+    model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: Any
+) -> Tuned:
     """Attach the merged LoRA, tuned if so set; its one weight is 1."""
     check(bank, ranks=config.mix == "factors")
     shares, spent = [torch.full((len(bank),), 1 / len(bank))], Cost()
     if config.coefficients == "validation":
         if len(bank) != 2:
-            refuse("E-CHOICE", f"coefficients by validation are of 2 LoRAs, not of {len(bank)}")
+            refuse(
+                "E-CHOICE",
+                f"coefficients by validation are of 2 LoRAs, not of {len(bank)}",
+            )
         grid = torch.linspace(0, 1, round(1 / config.grid) + 1)
         shares = [torch.stack([share, 1 - share]) for share in grid]
         spent = Cost(1, len(shares) * sum(map(len, data.shots["input_ids"])))

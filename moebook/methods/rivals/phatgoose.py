@@ -125,28 +125,43 @@ def gates(
 ) -> dict[str, Learnt]:
     """Learn each LoRA's gates, alone on the base: on its own rows, once for all targets."""
     sets = {n: data.rows if config.rows == "target" else data.source(n) for n in bank}
-    plan: dict[str, Any] = {"steps": config.steps, "lr": config.lr, "batch": config.batch}
+    plan: dict[str, Any] = {
+        "steps": config.steps,
+        "lr": config.lr,
+        "batch": config.batch,
+    }
     found = {}
     for name, rows in sets.items():
         alone = tuning.attach(
-            model, {name: bank[name]}, lambda _, part: Gate(part.in_features), mix="outputs",
+            model,
+            {name: bank[name]},
+            lambda _, part: Gate(part.in_features),
+            mix="outputs",
             learnt=False,
-        )  # fmt: skip
+        )
         with tuning.undone(alone):
             before = training.nats(model, rows, pad_id=data.pad_id)
         alone = tuning.fit(alone, data, rows=rows, warmup=0.06, seed=seed, **plan)
         with tuning.undone(alone):
             after = training.nats(model, rows, pad_id=data.pad_id)
-        vectors = {path: part.weigh.v.detach().clone() for path, part in alone.parts.items()}
+        vectors = {
+            path: part.weigh.v.detach().clone() for path, part in alone.parts.items()
+        }
         found[name] = Learnt(vectors, before, after, alone.cost)
         alone.detach()
     return found
 
 
 def tuned(
-    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0,
-    learnt: Mapping[str, Learnt] | None = None, **recipe: Any,
-) -> Tuned:  # fmt: skip
+    model: nn.Module,
+    bank: Bank,
+    data: Data,
+    config: Config,
+    *,
+    seed: int = 0,
+    learnt: Mapping[str, Learnt] | None = None,
+    **recipe: Any,
+) -> Tuned:
     """Put the bank on the base, routed by its gates: of ``learnt`` (see `gates`), or learnt here.
 
     Nothing else is trained, so the ``recipe`` goes unused. The cost is that of gates learnt on the
@@ -156,7 +171,10 @@ def tuned(
     mixing.check_choice(config.top_k, bank)
     for path, down in next(iter(bank.values())).down.items():
         if (width := down.shape[1]) < 3:
-            refuse("E-RANGE", f"{path} has D = {width}, where LayerNorm leaves a sign: D > 2")
+            refuse(
+                "E-RANGE",
+                f"{path} has D = {width}, where LayerNorm leaves a sign: D > 2",
+            )
     known = dict(learnt or {})
     new = {name: lora for name, lora in bank.items() if name not in known}
     known |= gates(model, new, data, config, seed=seed)

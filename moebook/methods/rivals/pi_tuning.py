@@ -40,12 +40,18 @@ Fisher = Mapping[str, Tensor]  # of A and B, by "<path>.A" and "<path>.B"
 
 def _squares(tensor: Tensor) -> Tensor:
     """Refuse what no mean of squares can be."""
-    if tensor.dtype not in FLOATS or not (tensor >= 0).all() or not tensor.isfinite().all():
+    if (
+        tensor.dtype not in FLOATS
+        or not (tensor >= 0).all()
+        or not tensor.isfinite().all()
+    ):
         raise PydanticCustomError("squares", "expected finite numbers from 0 upwards")
     return tensor
 
 
-Fishers = Annotated[Mapping[str, Annotated[Tensor, AfterValidator(_squares)]], Field(min_length=1)]
+Fishers = Annotated[
+    Mapping[str, Annotated[Tensor, AfterValidator(_squares)]], Field(min_length=1)
+]
 Form = Literal["row", "batch"]
 Eps = Annotated[float, Field(ge=0)]
 BATCH = 4  # rows, as released
@@ -96,7 +102,9 @@ class Interpolation(nn.Module):
 
 
 @checked
-def fisher(model: nn.Module, lora: Lora, rows: Rows, *, form: Form = "row") -> dict[str, Tensor]:
+def fisher(
+    model: nn.Module, lora: Lora, rows: Rows, *, form: Form = "row"
+) -> dict[str, Tensor]:
     """Estimate the Fisher information's diagonal at a LoRA's own A and B, on rows with answers.
 
     ``F = E (d log p(y | x) / d theta)^2``; see `Config` for ``form``. Dropout is off (released: on)
@@ -106,7 +114,9 @@ def fisher(model: nn.Module, lora: Lora, rows: Rows, *, form: Form = "row") -> d
         why = "has B = 0, where the gradient of A is 0"
         refuse("E-BANK", f"'{lora.name}' {why}: take its Fisher after training")
     Batches(rows, BATCH, seed=0, pad_id=0).check(vocabulary(model), longest(model))
-    at = {f"{p}.A": a for p, a in lora.down.items()} | {f"{p}.B": b for p, b in lora.up.items()}
+    at = {f"{p}.A": a for p, a in lora.down.items()} | {
+        f"{p}.B": b for p, b in lora.up.items()
+    }
     device, by_row = next(model.parameters()).device, form == "row"
 
     def nats(at: Fisher, ids: Tensor, labels: Tensor) -> Tensor:
@@ -114,7 +124,9 @@ def fisher(model: nn.Module, lora: Lora, rows: Rows, *, form: Form = "row") -> d
         with attached(model, [replace(lora, down=down, up=up)]):
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
         reduction = "sum" if by_row else "mean"
-        return F.cross_entropy(logits.float(), labels[:, 1:].flatten(), reduction=reduction)
+        return F.cross_entropy(
+            logits.float(), labels[:, 1:].flatten(), reduction=reduction
+        )
 
     gradient = vmap(grad(nats), (None, 0, 0)) if by_row else grad(nats)
     total = {name: torch.zeros_like(t, dtype=torch.double) for name, t in at.items()}
@@ -123,13 +135,18 @@ def fisher(model: nn.Module, lora: Lora, rows: Rows, *, form: Form = "row") -> d
     with evaluating(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         for batch in rows.select_columns(["input_ids", "labels"]).iter(BATCH):
             pair = padded(batch["input_ids"], 0)[0], padded(batch["labels"], IGNORED)[0]
-            ids, labels = (t.to(device).unsqueeze(1) if by_row else t.to(device) for t in pair)
+            ids, labels = (
+                t.to(device).unsqueeze(1) if by_row else t.to(device) for t in pair
+            )
             for name, value in gradient(at, ids, labels).items():
                 squared = value.double().square()
                 total[name] += squared.sum(0) if by_row else squared
     counted = len(rows) if by_row else -(-len(rows) // BATCH)
     if not all(t.isfinite().all() for t in total.values()):
-        refuse("E-NONFINITE", f"the Fisher of '{lora.name}' holds NaN or infinity: check its rows")
+        refuse(
+            "E-NONFINITE",
+            f"the Fisher of '{lora.name}' holds NaN or infinity: check its rows",
+        )
     return {name: t / counted for name, t in total.items()}
 
 
@@ -138,7 +155,9 @@ def fishers(
 ) -> dict[str, dict[str, Tensor]]:
     """Embed every LoRA of the bank by its Fisher on its own rows: once for all targets."""
     sets = {name: data.source(name) for name in bank}
-    return {n: fisher(model, bank[n], rows, form=config.fisher) for n, rows in sets.items()}
+    return {
+        n: fisher(model, bank[n], rows, form=config.fisher) for n, rows in sets.items()
+    }
 
 
 @checked
@@ -154,14 +173,22 @@ def similarity(one: Fishers, other: Fishers, *, eps: Eps = 0.0) -> float:
     for name in one:
         pair = torch.stack([one[name].flatten(), other[name].flatten()]).double()
         total = pair.sum(0) + eps
-        cosines.append(F.cosine_similarity(*torch.where(total > 0, pair / total, 0.0), dim=0))
+        cosines.append(
+            F.cosine_similarity(*torch.where(total > 0, pair / total, 0.0), dim=0)
+        )
     return float(torch.stack(cosines).mean())
 
 
 def tuned(
-    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0,
-    embeddings: Mapping[str, Fisher] | None = None, **recipe: Any,
-) -> Tuned:  # fmt: skip
+    model: nn.Module,
+    bank: Bank,
+    data: Data,
+    config: Config,
+    *,
+    seed: int = 0,
+    embeddings: Mapping[str, Fisher] | None = None,
+    **recipe: Any,
+) -> Tuned:
     """Train a LoRA on the target, find its neighbours, and train them side by side: one LoRA again.
 
     Its rank is ``(k + 1) R``. The recipe is of both trainings. ``embeddings`` are `fishers` of the
@@ -179,15 +206,20 @@ def tuned(
     alone.detach()
     own = fisher(model, target, data.shots, form=config.fisher)
     tokens = sum(map(len, data.shots["input_ids"]))
-    spent = replace(alone.cost, forward=alone.cost.forward + tokens,
-                    backward=alone.cost.backward + tokens)  # fmt: skip
+    spent = replace(
+        alone.cost,
+        forward=alone.cost.forward + tokens,
+        backward=alone.cost.backward + tokens,
+    )
     like = {name: similarity(own, known[name], eps=config.eps) for name in bank}
     nearest = sorted(like, key=lambda name: -like[name])[: config.neighbours]
     experts = {"target": target} | {name: bank[name] for name in nearest}
     blocks: dict[str, Interpolation] = {}
 
     def weigh(path: str, _: nn.Module) -> Interpolation:
-        block = {"block": path.rpartition(".")[0], "layer": path, "all": ""}[config.shared]
+        block = {"block": path.rpartition(".")[0], "layer": path, "all": ""}[
+            config.shared
+        ]
         return blocks.setdefault(block, Interpolation(len(experts)))
 
     learnt = config.trains == "weights + LoRAs"

@@ -50,7 +50,10 @@ class Config(Presets):
 
     def __post_init__(self) -> None:
         if (self.normalise, self.noise) == ("raw", "relaxed"):
-            refuse("E-CHOICE", "normalise is 'raw', which draws nothing: set noise to 'none'")
+            refuse(
+                "E-CHOICE",
+                "normalise is 'raw', which draws nothing: set noise to 'none'",
+            )
 
     PRESETS: ClassVar = {
         "paper": {"start": "random", "rate": 0.1},
@@ -64,7 +67,10 @@ class Assignment(nn.Module):
 
     def __init__(self, skills: int, config: Config) -> None:
         super().__init__()
-        self.config, self.z = config, nn.Parameter(torch.empty(skills).uniform_(-1e-3, 1e-3))
+        self.config, self.z = (
+            config,
+            nn.Parameter(torch.empty(skills).uniform_(-1e-3, 1e-3)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the weights ``[N]``, whatever x is."""
@@ -77,14 +83,24 @@ class Assignment(nn.Module):
 
 
 def tuned(
-    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0, **recipe: Any
+    model: nn.Module,
+    bank: Bank,
+    data: Data,
+    config: Config,
+    *,
+    seed: int = 0,
+    **recipe: Any,
 ) -> Tuned:
     """Put the skills on the base and train Z, and the skills if so set; the result is one LoRA."""
     check(bank)
     if config.start == "random":
         bank = mixing.fresh_like(bank, seed=seed)
     done = tuning.attach(
-        model, bank, lambda *_: Assignment(len(bank), config),
-        mix="factors", learnt=config.trains == "Z + skills", seed=seed,
-    )  # fmt: skip
+        model,
+        bank,
+        lambda *_: Assignment(len(bank), config),
+        mix="factors",
+        learnt=config.trains == "Z + skills",
+        seed=seed,
+    )
     return tuning.fit(done, data, rate=config.rate, seed=seed, **recipe)

@@ -20,7 +20,13 @@ __all__ = ["Config", "tuned"]
 
 @checked
 def tuned(
-    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: Seed = 0, **recipe: Any
+    model: nn.Module,
+    bank: Bank,
+    data: Data,
+    config: Config,
+    *,
+    seed: Seed = 0,
+    **recipe: Any,
 ) -> Tuned:
     """Put the mixture of a bank's N LoRAs on the base, and train its experts and gates."""
     with torch.random.fork_rng():

@@ -113,12 +113,17 @@ class Prompt:
             model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
         )
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    def _begin(
+        self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> None:
         cache = given.get("past_key_values")
         self.decided, self.held = {}, {}
         if cache is not None and cache.get_seq_length():
             if not isinstance(cache.layers[-1], Kept):
-                refuse("E-MODEL", "the cache was begun without SMEAR: begin it with its prompt")
+                refuse(
+                    "E-MODEL",
+                    "the cache was begun without SMEAR: begin it with its prompt",
+                )
             weights = cache.layers[-1].keys[:, 0].unbind(1)
             self.held = dict(zip(cache.layers[-1].paths, weights, strict=True))
             return
@@ -130,11 +135,15 @@ class Prompt:
         self.mask = whole if seen is None or self.pool == "all" else seen.bool()
         if self.pool == "prompt" and self.tokens is not None:
             self.mask = self.mask & (whole.cumsum(1) <= self.tokens)
-        elif self.pool == "prompt" and labels is not None:  # of the last columns alone, maybe
+        elif (
+            self.pool == "prompt" and labels is not None
+        ):  # of the last columns alone, maybe
             learnt = F.pad(labels != IGNORED, (ids.shape[1] - labels.shape[1], 0))
             self.mask = self.mask & (learnt.cumsum(1) == 0)
 
-    def _end(self, model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> None:
+    def _end(
+        self, model: nn.Module, args: Any, given: dict[str, Any], output: Any
+    ) -> None:
         cache = getattr(output, "past_key_values", None)
         if cache is not None and self.decided:
             kept = Kept()
@@ -149,7 +158,9 @@ class Router(nn.Module):
 
     reads_prompt = True  # evaluation then says where prompts end
 
-    def __init__(self, path: str, width: int, count: int, config: Config, prompt: Prompt) -> None:
+    def __init__(
+        self, path: str, width: int, count: int, config: Config, prompt: Prompt
+    ) -> None:
         super().__init__()
         self.path, self.config, self.prompt = path, config, prompt
         self.vectors = nn.Parameter(0.01 * torch.randn(count, width))  # V
@@ -166,7 +177,9 @@ class Router(nn.Module):
             return self.prompt.held[self.path].unsqueeze(1)
         x = x.to(self.vectors.dtype)
         mask = self.prompt.mask.to(x)
-        mean = torch.einsum("bt,btd->bd", mask, x) / mask.sum(1, keepdim=True).clamp(min=1)
+        mean = torch.einsum("bt,btd->bd", mask, x) / mask.sum(1, keepdim=True).clamp(
+            min=1
+        )
         if self.config.norm == "both":
             logits = F.linear(self.norm(mean), self.norm_vectors(self.vectors))
         else:
@@ -174,14 +187,21 @@ class Router(nn.Module):
         weights = (logits / self.config.temperature).softmax(-1)
         if self.training and self.config.expert_dropout:
             stays = torch.rand_like(weights) >= self.config.expert_dropout
-            stays = stays | ~stays.any(-1, keepdim=True)  # where all would go, they stay
+            # Where all would go, they stay.
+            stays = stays | ~stays.any(-1, keepdim=True)
             weights = weights * stays / (weights * stays).sum(-1, keepdim=True)
         self.prompt.decided[self.path] = weights
         return weights.unsqueeze(1)
 
 
 def tuned(
-    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0, **recipe: Any
+    model: nn.Module,
+    bank: Bank,
+    data: Data,
+    config: Config,
+    *,
+    seed: int = 0,
+    **recipe: Any,
 ) -> Tuned:
     """Put the bank and its routers on the base and train them."""
     check(bank)
@@ -189,9 +209,15 @@ def tuned(
         bank = mixing.fresh_like(bank, seed=seed)
     prompt = Prompt(config.pool)
     result = tuning.attach(
-        model, bank, lambda path, part: Router(path, part.in_features, len(bank), config, prompt),
-        mix="factors", learnt=config.trains != "router", seed=seed, kind=Origin, config=config,
-    )  # fmt: skip
+        model,
+        bank,
+        lambda path, part: Router(path, part.in_features, len(bank), config, prompt),
+        mix="factors",
+        learnt=config.trains != "router",
+        seed=seed,
+        kind=Origin,
+        config=config,
+    )
     result = replace(result, hooks=prompt.follow(model))
     return tuning.fit(result, data, rate=config.rate, seed=seed, **recipe)
 
@@ -203,7 +229,9 @@ def load(model: nn.Module, folder: str | Path) -> Tuned:
     def weigh(origin: Origin) -> tuning.Weigh:
         prompts.append(Prompt(origin.config.pool))
         count = len(origin.names)
-        return lambda path, part: Router(path, part.in_features, count, origin.config, prompts[-1])
+        return lambda path, part: Router(
+            path, part.in_features, count, origin.config, prompts[-1]
+        )
 
     result = tuning.load(model, folder, Origin, weigh)
     return replace(result, hooks=prompts[-1].follow(model))

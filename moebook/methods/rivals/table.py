@@ -28,7 +28,7 @@ from moebook.methods.rivals import (
     rocket,
     smear,
     vanilla,
-)  # fmt: skip
+)
 from moebook.methods.rivals.phatgoose import Learnt
 from moebook.methods.rivals.pi_tuning import Fisher
 from moebook.methods.rivals.tuning import Data, Tuned
@@ -36,10 +36,17 @@ from moebook.methods.rocket.bank import Bank
 from moebook.settings import Count, Positive, checked, settings
 
 MODULES: dict[str, ModuleType] = {
-    "mixlora": mixlora, "lorahub": lorahub, "smear": smear, "pems": pems, "poly": poly,
-    "pi_tuning": pi_tuning, "arrow": arrow, "phatgoose": phatgoose,
-    "vanilla": vanilla, "rocket": rocket,
-}  # fmt: skip
+    "mixlora": mixlora,
+    "lorahub": lorahub,
+    "smear": smear,
+    "pems": pems,
+    "poly": poly,
+    "pi_tuning": pi_tuning,
+    "arrow": arrow,
+    "phatgoose": phatgoose,
+    "vanilla": vanilla,
+    "rocket": rocket,
+}
 RIVALS = tuple(MODULES)[:8]
 SLOW = 5e-5  # Rocket's learning rate (Table 12), which all rivals but LoRAHub had
 
@@ -77,30 +84,55 @@ def arms(
     natural("arms", "top_k", top_k, experts, "experts")
     rates = {name: {"rate": rate} for name in ("smear", "poly", "pi_tuning")}
     changes: dict[str, dict[str, Any]] = {
-        **rates, "arrow": {"top_k": min(4, size)}, "lorahub": {"budget": searches},
+        **rates,
+        "arrow": {"top_k": min(4, size)},
+        "lorahub": {"budget": searches},
         "mixlora": {"dropout": 0.0},
-    }  # fmt: skip
+    }
     table = {
-        **{row: Arm(rival="vanilla", rated="", preset=row)
-           for row in ("source_best", "best_by_shots")},
-        "expert_lora": Arm(rival="vanilla", rated="", preset="source_best", bank="with_target"),
-        **{row: Arm(rival="vanilla", rated=row, preset=row)
-           for row in ("random", "source_best_sft")},
-        **{name: Arm(rival=name, rated="" if name == "lorahub" else name,
-                     changes=changes.get(name, {})) for name in RIVALS},
-        "rocket": Arm(rival="rocket", rated="rocket", preset="fixed", bank="chosen",
-                      changes={"experts": experts, "top_k": top_k, "lora_dropout": 0.0}),
-    }  # fmt: skip
-    few = {f"{name}_shots": replace(table[name], data="D_K")
-           for name in ("random", "mixlora", "lorahub")}  # fmt: skip
-    table |= few | {name + "_slow": replace(table[name], changes={"rate": SLOW}) for name in rates}
+        **{
+            row: Arm(rival="vanilla", rated="", preset=row)
+            for row in ("source_best", "best_by_shots")
+        },
+        "expert_lora": Arm(
+            rival="vanilla", rated="", preset="source_best", bank="with_target"
+        ),
+        **{
+            row: Arm(rival="vanilla", rated=row, preset=row)
+            for row in ("random", "source_best_sft")
+        },
+        **{
+            name: Arm(
+                rival=name,
+                rated="" if name == "lorahub" else name,
+                changes=changes.get(name, {}),
+            )
+            for name in RIVALS
+        },
+        "rocket": Arm(
+            rival="rocket",
+            rated="rocket",
+            preset="fixed",
+            bank="chosen",
+            changes={"experts": experts, "top_k": top_k, "lora_dropout": 0.0},
+        ),
+    }
+    few = {
+        f"{name}_shots": replace(table[name], data="D_K")
+        for name in ("random", "mixlora", "lorahub")
+    }
+    table |= few | {
+        name + "_slow": replace(table[name], changes={"rate": SLOW}) for name in rates
+    }
     changes["arrow"] = {"top_k": min(4, experts)}
     for name in RIVALS[1:]:  # MixLoRA has no use for a bank
         own = changes.get(name, {})
         table[f"{name}_chosen"] = replace(table[name], bank="chosen", changes=own)
     for name in ("pems", "arrow"):
         paper = {key: own for key, own in table[name].changes.items() if key == "top_k"}
-        table[f"{name}_untuned"] = Arm(rival=name, rated="", preset="paper", changes=paper)
+        table[f"{name}_untuned"] = Arm(
+            rival=name, rated="", preset="paper", changes=paper
+        )
     return table
 
 
@@ -109,13 +141,21 @@ class Shipped:
     """What the makers of a bank would have to ship with their LoRAs, by name."""
 
     fishers: Mapping[str, Fisher] = field(default_factory=dict)  # for pi-tuning
-    gates: Mapping[float, Mapping[str, Learnt]] = field(default_factory=dict)  # by learning rate
+    # By learning rate.
+    gates: Mapping[float, Mapping[str, Learnt]] = field(default_factory=dict)
 
 
 def tuned(
-    model: nn.Module, arm: Arm, bank: Bank, data: Data, shipped: Shipped, *, lr: float,
-    named: str = "", **recipe: Any,
-) -> Tuned:  # fmt: skip
+    model: nn.Module,
+    arm: Arm,
+    bank: Bank,
+    data: Data,
+    shipped: Shipped,
+    *,
+    lr: float,
+    named: str = "",
+    **recipe: Any,
+) -> Tuned:
     """Put an arm on the base, in place; ``named`` is the LoRA of a Source Best."""
     module, extra = MODULES[arm.rival], {"named": named} if named else {}
     config = module.Config.preset(arm.preset, **{**arm.changes, **extra})
@@ -132,6 +172,9 @@ def weights(done: Tuned, batch: Mapping[str, Any]) -> dict[str, float]:
     """Return the mean weight of each LoRA over layers and tokens; none where no bank is mixed."""
     if not all(hasattr(part, "weigh") for part in done.parts.values()):
         return {}
-    by_layer = [each.reshape(-1, each.shape[-1]).mean(0) for each in done.weights(batch).values()]
+    by_layer = [
+        each.reshape(-1, each.shape[-1]).mean(0)
+        for each in done.weights(batch).values()
+    ]
     mean = torch.stack([each.cpu() for each in by_layer]).mean(0)
     return dict(zip(done.origin.names, mean.tolist(), strict=True))

@@ -56,7 +56,9 @@ class Data:
     @property
     def rows(self) -> Rows:
         """D_K and D_A: what is trained on."""
-        return datasets.concatenate_datasets([self.shots, *([self.chosen] if self.chosen else [])])
+        return datasets.concatenate_datasets(
+            [self.shots, *([self.chosen] if self.chosen else [])]
+        )
 
     def first(self, shots: int) -> Rows:
         """Return so many of the K shots."""
@@ -122,7 +124,9 @@ class Tuned:
         """Return the weights ``[.., N]`` by path: a task's ``[N]``, or those that a batch gets."""
         if batch is None and not self.merges:
             what = f"the weights of {self.origin.method} depend on the input"
-            refuse("E-MODEL", f"{what}: give a batch to see them, keep the model by save")
+            refuse(
+                "E-MODEL", f"{what}: give a batch to see them, keep the model by save"
+            )
         parts, found = self.parts, dict[str, Tensor]()
         with evaluating(self.model):
             if batch is None:
@@ -140,7 +144,9 @@ class Tuned:
             path: mixing.joined(part.down, part.up, weights[path].to(part.down), mix)
             for path, part in self.parts.items()
         }
-        return mixing.as_lora(factors, self.origin.scale, name=name, base=self.origin.base)
+        return mixing.as_lora(
+            factors, self.origin.scale, name=name, base=self.origin.base
+        )
 
     def save(self, folder: str | Path) -> Path:
         """Write a new folder: a plain PEFT adapter if it is one LoRA, else our checkpoint."""
@@ -198,9 +204,14 @@ def attach(
     for name, lora in bank.items():
         checkpoint.check_base(f"'{name}'", lora.base or base, base)
     origin = kind(
-        base=base, names=tuple(bank), mix=mix, scale=parts.scale, rank=parts.rank,
-        paths=tuple(linears(model, list(parts.down))), **facts,
-    )  # fmt: skip
+        base=base,
+        names=tuple(bank),
+        mix=mix,
+        scale=parts.scale,
+        rank=parts.rank,
+        paths=tuple(linears(model, list(parts.down))),
+        **facts,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return _install(model, origin, parts.down, parts.up, weigh, learnt=learnt)
@@ -209,19 +220,31 @@ def attach(
 def alone(model: nn.Module, lora: Lora, *, learnt: bool) -> Tuned:
     """Put one LoRA on the base, at its full strength."""
     one = mixing.Fixed(torch.ones(1))
-    return attach(model, {lora.name: lora}, lambda *_: one, mix="outputs", learnt=learnt)
+    return attach(
+        model, {lora.name: lora}, lambda *_: one, mix="outputs", learnt=learnt
+    )
 
 
 def _install(
-    model: nn.Module, origin: Origin, down: Mapping[str, Tensor], up: Mapping[str, Tensor],
-    weigh: Weigh, *, learnt: bool,
-) -> Tuned:  # fmt: skip
+    model: nn.Module,
+    origin: Origin,
+    down: Mapping[str, Tensor],
+    up: Mapping[str, Tensor],
+    weigh: Weigh,
+    *,
+    learnt: bool,
+) -> Tuned:
     made = {}
     for path in origin.paths:
         linear = model.get_submodule(path)
         at = beside(linear.weight)
-        reader, factors = weigh(path, linear).to(**at), (down[path].to(**at), up[path].to(**at))
-        made[path] = part = Mixed(linear, *factors, origin.scale, reader, mix=origin.mix)
+        reader, factors = (
+            weigh(path, linear).to(**at),
+            (down[path].to(**at), up[path].to(**at)),
+        )
+        made[path] = part = Mixed(
+            linear, *factors, origin.scale, reader, mix=origin.mix
+        )
         part.down.requires_grad_(learnt)
         part.up.requires_grad_(learnt)
     return put(model, origin, made)
@@ -237,7 +260,10 @@ def put(model: nn.Module, origin: Origin, made: Mapping[str, Any]) -> Tuned:
 
 
 def load(
-    model: nn.Module, folder: str | Path, kind: type[Origin], weigh: Callable[[Any], Weigh]
+    model: nn.Module,
+    folder: str | Path,
+    kind: type[Origin],
+    weigh: Callable[[Any], Weigh],
 ) -> Tuned:
     """Restore what `Tuned.save` wrote onto its unaltered base, bit for bit, after all checks.
 
@@ -246,8 +272,13 @@ def load(
 
     def empty(host: nn.Module, origin: Origin) -> dict[str, Tensor]:
         layers, (n, r) = linears(host, origin.paths), (len(origin.names), origin.rank)
-        down = {path: torch.zeros(n, r, layer.in_features) for path, layer in layers.items()}
-        up = {path: torch.zeros(n, layer.out_features, r) for path, layer in layers.items()}
+        down = {
+            path: torch.zeros(n, r, layer.in_features) for path, layer in layers.items()
+        }
+        up = {
+            path: torch.zeros(n, layer.out_features, r)
+            for path, layer in layers.items()
+        }
         _install(host, origin, down, up, weigh(origin), learnt=False)
         return tensors(host, origin)
 
@@ -269,9 +300,15 @@ def refuse_second(model: nn.Module) -> None:
 
 
 def fit(
-    tuned: Tuned, data: Data, *, rows: Rows | None = None, rate: float | None = None,
-    names: Sequence[str] = ("weigh",), spent: Cost = Cost(), **recipe: Any,
-) -> Tuned:  # fmt: skip
+    tuned: Tuned,
+    data: Data,
+    *,
+    rows: Rows | None = None,
+    rate: float | None = None,
+    names: Sequence[str] = ("weigh",),
+    spent: Cost = Cost(),
+    **recipe: Any,
+) -> Tuned:
     """Train what requires a gradient on D_K and D_A (or ``rows``) and add up the cost.
 
     ``rate`` is that of the parameters with one of ``names`` on their path; they do not decay. What
@@ -279,14 +316,18 @@ def fit(
     the model and is passed on.
     """
     model = tuned.model
-    own: dict[str, Any] = {"rates": dict.fromkeys(names, rate)} if rate is not None else {}
+    own: dict[str, Any] = (
+        {"rates": dict.fromkeys(names, rate)} if rate is not None else {}
+    )
     if not (trained := sum(p.numel() for p in model.parameters() if p.requires_grad)):
         return replace(tuned, cost=spent)
     with undone(tuned):
         rows = data.rows if rows is None else rows
         history = training.fit(model, rows, pad_id=data.pad_id, **own, **recipe)
     tokens = history.tokens[-1]
-    cost = Cost(spent.trained + trained, spent.forward + tokens, spent.backward + tokens)
+    cost = Cost(
+        spent.trained + trained, spent.forward + tokens, spent.backward + tokens
+    )
     return replace(tuned, cost=cost, history=history)
 
 

@@ -35,7 +35,10 @@ class Config(Presets):
 
     def __post_init__(self) -> None:
         if (self.choose == "named") != (self.named is not None):
-            refuse("E-USAGE", f"choose is '{self.choose}', named is {self.named!r}: give both")
+            refuse(
+                "E-USAGE",
+                f"choose is '{self.choose}', named is {self.named!r}: give both",
+            )
 
     PRESETS: ClassVar = {
         "random": {"choose": "random"},
@@ -48,7 +51,13 @@ class Config(Presets):
 
 
 def tuned(
-    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0, **recipe: Any
+    model: nn.Module,
+    bank: Bank,
+    data: Data,
+    config: Config,
+    *,
+    seed: int = 0,
+    **recipe: Any,
 ) -> Tuned:
     """Attach one LoRA of the bank, or a fresh one, and tune it if so set."""
     check(bank)

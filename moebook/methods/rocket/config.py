@@ -56,7 +56,9 @@ class Config(Presets):
     gamma: Bandwidth = 2.0  # bandwidth of Eq. 17
     components: Count = 2
     gate_input: Literal["layer", "expert"] = "layer"
-    lora_scale: Literal["applied", "omitted"] = "applied"  # alpha / r (released: omitted)
+    lora_scale: Literal["applied", "omitted"] = (
+        "applied"  # alpha / r (released: omitted)
+    )
     lora_dropout: Share = 0.05  # before the experts, in training (0.05 as released)
 
     def __post_init__(self) -> None:
@@ -64,7 +66,10 @@ class Config(Presets):
             limit = f"1 to {self.candidates} (candidates, M)"
             refuse("E-RANGE", f"experts (N) is {self.experts}, expected {limit}")
         if self.top_k > self.experts:
-            refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts, N)")
+            refuse(
+                "E-RANGE",
+                f"top_k is {self.top_k}, expected 1 to {self.experts} (experts, N)",
+            )
 
     LETTERS: ClassVar = {
         "K": "shots",
@@ -76,11 +81,19 @@ class Config(Presets):
     }
     PRESETS: ClassVar = {
         "paper": {
-            "reduction": "sum", "diversity": "inverse", "gate_input": "expert", "lora_dropout": 0.0,
+            "reduction": "sum",
+            "diversity": "inverse",
+            "gate_input": "expert",
+            "lora_dropout": 0.0,
         },
         "released": {
-            "rationale": "rationale_first", "compare": "factors", "cosine": "absolute",
-            "sampler": "centroid", "budget": 5000, "duplicates": "index", "lora_scale": "omitted",
+            "rationale": "rationale_first",
+            "compare": "factors",
+            "cosine": "absolute",
+            "sampler": "centroid",
+            "budget": 5000,
+            "duplicates": "index",
+            "lora_scale": "omitted",
         },
         "fixed": {},
-    }  # fmt: skip
+    }

@@ -22,11 +22,17 @@ from moebook.results.intervals import interval
 from moebook.settings import Each, checked, columns
 
 Accuracy = Annotated[float, Field(ge=0, le=1)]
-Outcome = Annotated[Each[Accuracy], Field(min_length=2, max_length=2)]  # before and after
+# Before and after.
+Outcome = Annotated[Each[Accuracy], Field(min_length=2, max_length=2)]
 # Tables of `evaluation.evaluate`: items, and those that several evaluations share.
 Items = Annotated[pd.DataFrame, columns("task domain", shares="correct", lacking="nll")]
-Numbered = Annotated[pd.DataFrame, columns("task domain item", shares="correct", lacking="nll")]
-KINDS = {"bare answers": False, "with rationales": True}  # whether rationales are read (Figure 8)
+Numbered = Annotated[
+    pd.DataFrame, columns("task domain item", shares="correct", lacking="nll")
+]
+KINDS = {
+    "bare answers": False,
+    "with rationales": True,
+}  # whether rationales are read (Figure 8)
 
 
 @checked
@@ -40,11 +46,18 @@ def foretold(
     index where perplexity is finite: the `KINDS` (nats), ``before``, ``after`` and their ``gain``.
     """
     index = pd.MultiIndex.from_tuples(list(outcomes), names=["task", "lora"])
-    tuned = pd.DataFrame(list(outcomes.values()), index, ["before", "after"], dtype=float)
+    tuned = pd.DataFrame(
+        list(outcomes.values()), index, ["before", "after"], dtype=float
+    )
     nats: dict[str, pd.DataFrame] = {}
     for task, case in cases.items():
-        scores = {kind: case.scores(len(case.shots), rationales=r) for kind, r in KINDS.items()}
-        nats[task] = pd.DataFrame({kind: part.log_perplexity for kind, part in scores.items()})
+        scores = {
+            kind: case.scores(len(case.shots), rationales=r)
+            for kind, r in KINDS.items()
+        }
+        nats[task] = pd.DataFrame(
+            {kind: part.log_perplexity for kind, part in scores.items()}
+        )
     joined = pd.concat(nats, names=["task", "lora"]).join(tuned, how="inner")
     return joined.assign(gain=joined.after - joined.before)
 
@@ -53,9 +66,13 @@ def foretold(
 def correlations(frame: pd.DataFrame, one: Each[str], other: Each[str]) -> pd.Series:
     """Correlate columns by rank over each task's LoRAs (Fig. 2, 8); no constant ones."""
     for name in (*one, *other):
-        refuse_unknown(name, frame.columns, "E-NAME", f"the frame has no column '{name}';")
+        refuse_unknown(
+            name, frame.columns, "E-NAME", f"the frame has no column '{name}';"
+        )
         if frame[name].dtype.kind not in "biuf":
-            refuse("E-DTYPE", f"column '{name}' is {frame[name].dtype}, expected numbers")
+            refuse(
+                "E-DTYPE", f"column '{name}' is {frame[name].dtype}, expected numbers"
+            )
         if not np.isfinite(frame[name]).all():
             refuse("E-NONFINITE", f"column '{name}' holds NaN or infinity")
     ranks = {
@@ -89,7 +106,10 @@ def repeated(
         first, *others = evaluations
         asked = first[keys].to_numpy()
         if not all(np.array_equal(asked, other[keys].to_numpy()) for other in others):
-            refuse("E-DATA", f"the evaluations of '{target}' are of other items: ask all the same")
+            refuse(
+                "E-DATA",
+                f"the evaluations of '{target}' are of other items: ask all the same",
+            )
         joined = pd.concat(evaluations)
         means[target] = joined.groupby(keys, sort=False, as_index=False)[values].mean()
     return means
@@ -97,7 +117,8 @@ def repeated(
 
 @checked
 def over_targets(
-    tables: Annotated[Mapping[str, Items], Field(min_length=1)], tested: Mapping[str, str]
+    tables: Annotated[Mapping[str, Items], Field(min_length=1)],
+    tested: Mapping[str, str],
 ) -> pd.DataFrame:
     """Join an arm's evaluations, by target, so that each counts once, as in the paper's averages.
 
@@ -105,19 +126,32 @@ def over_targets(
     target as ``domain`` and ``nll`` (nats a token) weighted as ``score`` is.
     """
     for target in tables:
-        refuse_unknown(target, tested, "E-KEYS", f"nothing is said to test target '{target}';")
+        refuse_unknown(
+            target, tested, "E-KEYS", f"nothing is said to test target '{target}';"
+        )
         test = tested[target]
         for task in tables[target].task.unique():
-            if not f"{task}_".startswith(f"{test}_"):  # as a subject of a benchmark does
-                refuse("E-DATA", f"target '{target}' has rows of '{task}', '{test}' tests it")
+            if not f"{task}_".startswith(
+                f"{test}_"
+            ):  # as a subject of a benchmark does
+                refuse(
+                    "E-DATA",
+                    f"target '{target}' has rows of '{task}', '{test}' tests it",
+                )
     targets = {tested[target]: target for target in tables}
-    joined = evaluation.by_benchmark(pd.concat(tables.values(), ignore_index=True), targets)
+    joined = evaluation.by_benchmark(
+        pd.concat(tables.values(), ignore_index=True), targets
+    )
     weight = joined.weight / joined.weight[joined.nll.notna()].mean()
     return joined.assign(nll=joined.nll * weight)
 
 
 def untuned(
-    model: nn.Module, tokenizer: Any, bank: Mapping[str, Lora], tasks: Sequence[str], **how: Any
+    model: nn.Module,
+    tokenizer: Any,
+    bank: Mapping[str, Lora],
+    tasks: Sequence[str],
+    **how: Any,
 ) -> dict[str, pd.DataFrame]:
     """Return, by name, what `evaluation.evaluate` says of the base under each LoRA of a bank."""
     tables = {}
@@ -148,7 +182,9 @@ def split_cases(experts: np.ndarray, mixture: np.ndarray) -> dict[str, float]:
     right, whole = np.asarray(experts, dtype=bool), np.asarray(mixture, dtype=bool)
     every, anyone = right.all(axis=0), right.any(axis=0)
     mixed = anyone & ~every
-    errors = 1 - right[:, mixed].mean(axis=1) if mixed.any() else np.full(len(right), np.nan)
+    errors = (
+        1 - right[:, mixed].mean(axis=1) if mixed.any() else np.full(len(right), np.nan)
+    )
     return {
         "all right": float(every.mean()),
         "mixed": float(mixed.mean()),

@@ -36,14 +36,20 @@ from moebook.models.anatomy import beside
 from moebook.results import read_json
 from moebook.settings import FINITE, Positive, record, settings
 
-SETTINGS, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+SETTINGS, TENSORS, PICKLE = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
 KEY = "base_model.model.{}.lora_{}.weight"
 
 
 def _factor(tensor: Tensor) -> Tensor:
     """Widen a factor of a LoRA; one of whole numbers is refused, which would be cut off ones."""
     if tensor.dtype not in FLOATS:
-        raise PydanticCustomError("dtype", "expected floating-point numbers of 16 bits at least")
+        raise PydanticCustomError(
+            "dtype", "expected floating-point numbers of 16 bits at least"
+        )
     return wide(tensor)
 
 
@@ -68,7 +74,9 @@ class Plain:
     lora_alpha: Alpha
     target_modules: Texts | Pattern
     exclude_modules: Texts | Pattern | None = None
-    layers_to_transform: Annotated[list[int], Field(max_length=10_000)] | int | None = None
+    layers_to_transform: Annotated[list[int], Field(max_length=10_000)] | int | None = (
+        None
+    )
     layers_pattern: Annotated[list[Name], Field(max_length=100)] | Name | None = None
     rank_pattern: dict[Pattern, Rank] | None = None
     alpha_pattern: dict[Pattern, Alpha] | None = None
@@ -79,7 +87,9 @@ class Plain:
     # Other starts alter the base's own weights.
     init_lora_weights: Literal[True, False, None, "gaussian", "orthogonal"] = True
     fan_in_fan_out: bool = False  # which PEFT takes back for `nn.Linear`
-    auto_mapping: Any = None  # notes on the base's class, by which nothing is imported here
+    auto_mapping: Any = (
+        None  # notes on the base's class, by which nothing is imported here
+    )
     base_model_name_or_path: Text | None = None
     revision: Text | None = None
     peft_version: Text | None = None
@@ -110,20 +120,30 @@ class Lora:
     down: Factors  # A [R, D] by path of the linear layer, in order
     up: Factors  # B [O, R] by the same paths
     base: str | None = None  # fingerprint of the base, None where it is not known
-    rank_stabilised: bool = False  # scale by alpha / sqrt R instead of alpha / R (rsLoRA)
+    rank_stabilised: bool = (
+        False  # scale by alpha / sqrt R instead of alpha / R (rsLoRA)
+    )
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         label = f"LoRA '{self.name}'"
         if odd := sorted(self.down.keys() ^ self.up.keys()):
-            refuse("E-KEYS", f"{label}: layer {odd[0]} has one factor, expected both, down and up")
+            refuse(
+                "E-KEYS",
+                f"{label}: layer {odd[0]} has one factor, expected both, down and up",
+            )
         if not self.down:
-            refuse("E-KEYS", f"{label} adapts no layer, expected factors of one at least")
+            refuse(
+                "E-KEYS", f"{label} adapts no layer, expected factors of one at least"
+            )
         for path, down in self.down.items():
             factors = {"down": (down, "R D"), "up": (self.up[path], "O R")}
             rank = shapes(f"{label}, {path}", factors, empty="")["R"]
             if rank != self.rank:
-                refuse("E-SHAPE", f"{label}: rank is {self.rank}, layer {path} has rank {rank}")
+                refuse(
+                    "E-SHAPE",
+                    f"{label}: rank is {self.rank}, layer {path} has rank {rank}",
+                )
 
     @property
     def scale(self) -> float:
@@ -143,12 +163,16 @@ class Lora:
     def _tensors(self) -> dict[str, Tensor]:
         """Return the factors by PEFT's names."""
         tensors = {KEY.format(path, "A"): tensor for path, tensor in self.down.items()}
-        return tensors | {KEY.format(path, "B"): tensor for path, tensor in self.up.items()}
+        return tensors | {
+            KEY.format(path, "B"): tensor for path, tensor in self.up.items()
+        }
 
     @property
     def idle(self) -> bool:
         """Whether ``B A`` is zero in every layer, as in a LoRA that was never trained."""
-        return not any((self.up[p].double() @ self.down[p].double()).any() for p in self.down)
+        return not any(
+            (self.up[p].double() @ self.down[p].double()).any() for p in self.down
+        )
 
 
 def _scale(alpha: float, rank: int, rank_stabilised: bool) -> float:
@@ -183,7 +207,10 @@ def check_alike(group: Sequence[Lora], *, ranks: bool = True) -> None:
             ("base", first.provenance.get("base"), lora.provenance.get("base")),
         ):
             if one and other and one != other:
-                refuse("E-BANK", f"{names} differ in {what}: {one} and {other}; keep one kind")
+                refuse(
+                    "E-BANK",
+                    f"{names} differ in {what}: {one} and {other}; keep one kind",
+                )
         if odd := sorted(first.down.keys() ^ lora.down.keys()):
             refuse("E-BANK", f"{names} differ in layers: {odd[0]}")
 
@@ -194,13 +221,22 @@ def check_fits(model: nn.Module, loras: Sequence[Lora]) -> None:
     for lora in loras:
         for path, down in lora.down.items():
             layer = modules.get(path)
-            sizes = getattr(layer, "in_features", None), getattr(layer, "out_features", None)
+            sizes = (
+                getattr(layer, "in_features", None),
+                getattr(layer, "out_features", None),
+            )
             wanted = down.shape[1], lora.up[path].shape[0]
             if None in sizes:
-                refuse("E-KEYS", f"'{lora.name}' adapts {path}, no linear layer of the base")
+                refuse(
+                    "E-KEYS",
+                    f"'{lora.name}' adapts {path}, no linear layer of the base",
+                )
             if sizes != wanted:
                 turns = f"turns {wanted[0]} numbers into {wanted[1]} at {path}"
-                refuse("E-SHAPE", f"'{lora.name}' {turns}, the base {sizes[0]} into {sizes[1]}")
+                refuse(
+                    "E-SHAPE",
+                    f"'{lora.name}' {turns}, the base {sizes[0]} into {sizes[1]}",
+                )
 
 
 @contextmanager
@@ -214,7 +250,9 @@ def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
     with ExitStack() as hooks:
         for path in loras[0].down:
             linear = model.get_submodule(path)
-            down = torch.stack([lora.down[path] for lora in loras]).mT.to(**beside(linear.weight))
+            down = torch.stack([lora.down[path] for lora in loras]).mT.to(
+                **beside(linear.weight)
+            )
             up = torch.stack([lora.up[path] * lora.scale for lora in loras]).mT.to(down)
             hooks.enter_context(linear.register_forward_hook(_adding(down, up)))
         yield
@@ -225,8 +263,11 @@ def _adding(down: Tensor, up: Tensor) -> Callable[..., Tensor]:
 
     def add(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         loras, parts = len(down), 1 if len(output) == 1 else len(down)
-        x, base = (t.unflatten(0, (parts, -1)).flatten(1, -2) for t in (args[0], output))
-        low = torch.bmm(x.to(down.dtype).expand(loras, -1, -1), down)  # [N, B T, D] -> [N, B T, R]
+        x, base = (
+            t.unflatten(0, (parts, -1)).flatten(1, -2) for t in (args[0], output)
+        )
+        # [N, B T, D] -> [N, B T, R].
+        low = torch.bmm(x.to(down.dtype).expand(loras, -1, -1), down)
         base = base.expand(loras, -1, -1)
         if base.dtype == up.dtype:
             return torch.baddbmm(base, low, up).view(-1, *output.shape[1:])
@@ -237,8 +278,12 @@ def _adding(down: Tensor, up: Tensor) -> Callable[..., Tensor]:
 
 def folders(folder: str | Path) -> list[Path]:
     """Return the PEFT folders of a folder, sorted by name."""
-    paths = sorted(path.parent for path in checkpoint.place(folder).glob(f"[!.]*/{SETTINGS}"))
-    return paths or refuse("E-BANK", f"{folder} holds no LoRA; expected folders with {SETTINGS}")
+    paths = sorted(
+        path.parent for path in checkpoint.place(folder).glob(f"[!.]*/{SETTINGS}")
+    )
+    return paths or refuse(
+        "E-BANK", f"{folder} holds no LoRA; expected folders with {SETTINGS}"
+    )
 
 
 def read(folder: Path, model: nn.Module, base: str) -> Lora:
@@ -246,13 +291,17 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
     checkpoint.place(folder)
     manifest = checkpoint.verify(folder) if checkpoint.sealed(folder) else {}
     with located(folder):
-        facts = Facts(**{key: manifest[key] for key in Facts.__annotations__ if key in manifest})
+        facts = Facts(
+            **{key: manifest[key] for key in Facts.__annotations__ if key in manifest}
+        )
     plain = _plain(folder / SETTINGS)
     checkpoint.check_base(folder, facts.base or base, base)
     if (folder / PICKLE).is_file():
         if not (folder / TENSORS).is_file():
             refuse("E-PICKLE", f"{folder / PICKLE} can run code; save it as {TENSORS}")
-        warnings.warn(f"W-PICKLE: {folder / PICKLE} is not read, {TENSORS} is", stacklevel=2)
+        warnings.warn(
+            f"W-PICKLE: {folder / PICKLE} is not read, {TENSORS} is", stacklevel=2
+        )
     patterns = _Patterns(folder / SETTINGS)
     layers = _adapted(plain, model, patterns)
     ranks = patterns.chosen(plain.rank_pattern or {}, layers, plain.r)
@@ -261,7 +310,9 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
     for path, layer in layers.items():
         shapes[KEY.format(path, "A")] = (ranks[path], layer.in_features)
         shapes[KEY.format(path, "B")] = (layer.out_features, ranks[path])
-    expected = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    expected = {
+        name: torch.empty(shape, device="meta") for name, shape in shapes.items()
+    }
     tensors = checkpoint.read(folder / TENSORS, expected, exact=False)
     down = {path: tensors[KEY.format(path, "A")] for path in layers}
     up = {path: tensors[KEY.format(path, "B")] for path in layers}
@@ -274,14 +325,21 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
             # One rank and one scale for all layers: zeros fill A and B up, B takes the difference.
             down[path] = F.pad(wide(down[path]), (0, 0, 0, rank - ranks[path]))
             up[path] = F.pad(wide(up[path]) * (own / whole), (0, rank - ranks[path]))
-    provenance = {key: v for key, v in vars(facts).items() if key != "base" and v is not None}
+    provenance = {
+        key: v for key, v in vars(facts).items() if key != "base" and v is not None
+    }
     if plain.base_model_name_or_path and not manifest:
         provenance["base"] = plain.base_model_name_or_path
-    kept: dict[str, Any] = {"rank_stabilised": plain.use_rslora, "provenance": provenance}
+    kept: dict[str, Any] = {
+        "rank_stabilised": plain.use_rslora,
+        "provenance": provenance,
+    }
     return Lora(folder.name, rank, alpha, down, up, facts.base, **kept)
 
 
-def _adapted(plain: Plain, model: nn.Module, patterns: _Patterns) -> dict[str, nn.Module]:
+def _adapted(
+    plain: Plain, model: nn.Module, patterns: _Patterns
+) -> dict[str, nn.Module]:
     """Return the base's linear layers that PEFT adapts by these settings, in order.
 
     Names that the base lacks are passed over, as PEFT does, unless it lacks them all. Lists are
@@ -345,7 +403,9 @@ class _Patterns:
                 left.remove(path)
         return given
 
-    def _found(self, pattern: str, match: Callable[..., Any], paths: Iterable[str]) -> set[str]:
+    def _found(
+        self, pattern: str, match: Callable[..., Any], paths: Iterable[str]
+    ) -> set[str]:
         """Return the paths that match, or refuse a pattern that is none or takes too long."""
         try:
             found = set()
@@ -354,7 +414,13 @@ class _Patterns:
                 if match(pattern, path, timeout=seconds):
                     found.add(path)
             return found
-        except (regex.error, TimeoutError, RecursionError, MemoryError, OverflowError) as error:
+        except (
+            regex.error,
+            TimeoutError,
+            RecursionError,
+            MemoryError,
+            OverflowError,
+        ) as error:
             problem = f"{type(error).__name__}: {error!s:.100}; name the layers in full"
             refuse("E-CONFIG", f"{self.where}: pattern {shown(pattern)}: {problem}")
 
@@ -363,10 +429,16 @@ def write(lora: Lora, folder: Path) -> Path:
     """Write a LoRA as a new PEFT folder with a manifest: PEFT reads it, and so does `read`."""
     checkpoint.place(folder)
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.down),
-        use_rslora=lora.rank_stabilised, task_type="CAUSAL_LM", inference_mode=True,
-    )  # fmt: skip
-    settings = {n: sorted(v) if isinstance(v, set) else v for n, v in config.to_dict().items()}
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(lora.down),
+        use_rslora=lora.rank_stabilised,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    settings = {
+        n: sorted(v) if isinstance(v, set) else v for n, v in config.to_dict().items()
+    }
     text = json.dumps(settings, indent=1, sort_keys=True).encode()
     files = {TENSORS: checkpoint.packed(lora._tensors()), SETTINGS: text}
     return checkpoint.write(folder, files, **{**lora.provenance, "base": lora.base})
@@ -374,16 +446,29 @@ def write(lora: Lora, folder: Path) -> Path:
 
 def _plain(path: Path) -> Plain:
     """Read ``adapter_config.json`` and refuse every field that plain LoRA has no use for."""
-    content, every, known = read_json(path), LoraConfig().to_dict(), Plain.__annotations__
+    content, every, known = (
+        read_json(path),
+        LoraConfig().to_dict(),
+        Plain.__annotations__,
+    )
     for name, value in content.items():
-        unused = value is None or value is False or value in ({}, []) or value == every.get(name)
+        unused = (
+            value is None
+            or value is False
+            or value in ({}, [])
+            or value == every.get(name)
+        )
         if name in known or unused:
             continue
         guess = difflib.get_close_matches(name, every, n=1, cutoff=0.8)
         expected = f"{every.get(name)!r}, as plain LoRA has it"
         if name not in every:
             unknown = f"which PEFT {peft.__version__} does not know"
-            expected = f"{unknown}: did you mean '{guess[0]}'?" if guess else f"none, {unknown}"
+            expected = (
+                f"{unknown}: did you mean '{guess[0]}'?"
+                if guess
+                else f"none, {unknown}"
+            )
         refuse("E-CONFIG", f"{path}: {name} is {shown(value)}, expected {expected}")
     with located(path):
         return Plain(**{name: content[name] for name in known if name in content})

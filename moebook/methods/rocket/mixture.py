@@ -35,7 +35,9 @@ class Origin(checkpoint.Origin):
     def __post_init__(self) -> None:
         if not len(self.experts) == len(self.scales) == self.config.experts:
             counts = f"{len(self.experts)} experts and {len(self.scales)} scales"
-            refuse("E-RANGE", f"{counts} are given, experts (N) is {self.config.experts}")
+            refuse(
+                "E-RANGE", f"{counts} are given, experts (N) is {self.config.experts}"
+            )
 
 
 def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
@@ -52,31 +54,48 @@ def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
     for lora in loras:
         checkpoint.check_base(f"'{lora.name}'", lora.base or base, base)
     check_fits(model, loras)
-    scales = tuple(lora.scale if config.lora_scale == "applied" else 1.0 for lora in loras)
+    scales = tuple(
+        lora.scale if config.lora_scale == "applied" else 1.0 for lora in loras
+    )
     rank, paths = loras[0].rank, tuple(loras[0].down)
     down = {path: torch.stack([lora.down[path] for lora in loras]) for path in paths}
     up = {path: torch.stack([lora.up[path] for lora in loras]) for path in paths}
-    source = Origin(base=base, config=config, experts=names, scales=scales, rank=rank, paths=paths)
+    source = Origin(
+        base=base, config=config, experts=names, scales=scales, rank=rank, paths=paths
+    )
     return install(model, source, down, up)
 
 
 def install(
-    model: nn.Module, made_from: Origin, down: Mapping[str, Tensor], up: Mapping[str, Tensor]
+    model: nn.Module,
+    made_from: Origin,
+    down: Mapping[str, Tensor],
+    up: Mapping[str, Tensor],
 ) -> nn.Module:
     """Replace the linear layers by mixtures of these factors, and let only those train."""
     config, host = made_from.config, anatomy(model)
-    layers = {part: layer.index for layer in host.layers for part in layer.block.modules()}
+    layers = {
+        part: layer.index for layer in host.layers for part in layer.block.modules()
+    }
     model.requires_grad_(False)
     for path in made_from.paths:
         linear = model.get_submodule(path)
         own = beside(linear.weight)
-        width = linear.in_features if config.gate_input == "layer" else linear.out_features
-        router = Router(width, config.experts, config.top_k, layer=layers[linear], **own)
+        width = (
+            linear.in_features if config.gate_input == "layer" else linear.out_features
+        )
+        router = Router(
+            width, config.experts, config.top_k, layer=layers[linear], **own
+        )
         factors = down[path].to(**own), up[path].to(**own)
         mixed = LoraMixture(
-            linear, router, *factors, made_from.scales,
-            reads=config.gate_input, dropout=config.lora_dropout,
-        )  # fmt: skip
+            linear,
+            router,
+            *factors,
+            made_from.scales,
+            reads=config.gate_input,
+            dropout=config.lora_dropout,
+        )
         model.set_submodule(path, mixed.train(linear.training))
     model.rocket = made_from
     return model
@@ -95,15 +114,27 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
 def _empty(model: nn.Module, made_from: Origin) -> dict[str, nn.Parameter]:
     """Install a mixture whose factors are still to be filled, and return its parameters."""
     _refuse_mixture(model)
-    experts, rank, layers = len(made_from.experts), made_from.rank, linears(model, made_from.paths)
-    down = {path: torch.zeros(experts, rank, part.in_features) for path, part in layers.items()}
-    up = {path: torch.zeros(experts, part.out_features, rank) for path, part in layers.items()}
+    experts, rank, layers = (
+        len(made_from.experts),
+        made_from.rank,
+        linears(model, made_from.paths),
+    )
+    down = {
+        path: torch.zeros(experts, rank, part.in_features)
+        for path, part in layers.items()
+    }
+    up = {
+        path: torch.zeros(experts, part.out_features, rank)
+        for path, part in layers.items()
+    }
     return trained(install(model, made_from, down, up))
 
 
 def _refuse_mixture(model: nn.Module) -> None:
     if checkpoint.origin_or_none(model, Origin):
-        refuse("E-MODEL", "the model holds a mixture already: mixture.remove takes it off")
+        refuse(
+            "E-MODEL", "the model holds a mixture already: mixture.remove takes it off"
+        )
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -129,7 +160,9 @@ def only(model: nn.Module, expert: str) -> Iterator[None]:
     """Send every token to one expert of a mixture in this block (the single experts of Table 5)."""
     experts = checkpoint.origin(model, Origin).experts
     refuse_unknown(expert, experts, "E-NAME", f"no expert '{expert}' in the mixture;")
-    parts = [model.get_submodule(path) for path in checkpoint.origin(model, Origin).paths]
+    parts = [
+        model.get_submodule(path) for path in checkpoint.origin(model, Origin).paths
+    ]
     for part in parts:
         part.only = experts.index(expert)
     try:

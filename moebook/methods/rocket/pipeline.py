@@ -31,7 +31,10 @@ from moebook.settings import Count, Each, Seed, checked, settings
 
 Row = Mapping[str, str]
 RANKED = tuple(selection.RANKINGS)
-UNMIXED = ("expert_lora", "perplexity")  # a LoRA of the target's own set; the bank's tuned alone
+UNMIXED = (
+    "expert_lora",
+    "perplexity",
+)  # a LoRA of the target's own set; the bank's tuned alone
 
 
 @settings
@@ -42,7 +45,9 @@ class Arm:
     # The rankings that choose the experts; "random" draws them, "best" is best on the test rows.
     by: tuple[Literal[Ranking, "random", "best"], ...] = RANKED
     open_data: bool = True  # whether chosen open data join the shots
-    identical: bool = False  # whether all N experts are the first candidate (Sec. 4.5.2)
+    identical: bool = (
+        False  # whether all N experts are the first candidate (Sec. 4.5.2)
+    )
 
 
 def arms(config: Config, *, strict: float) -> dict[str, Arm | None]:
@@ -79,7 +84,9 @@ def arms(config: Config, *, strict: float) -> dict[str, Arm | None]:
         **{f"experts{n}": {"experts": n} for n in experts},
         **{f"selected{n}": {"top_k": n} for n in (1, 3, 4) if n <= config.experts},
     }
-    study |= {name: Arm(config=replace(config, **change)) for name, change in changes.items()}
+    study |= {
+        name: Arm(config=replace(config, **change)) for name, change in changes.items()
+    }
     return study | dict.fromkeys(UNMIXED)
 
 
@@ -126,34 +133,49 @@ def score_bank(
     The encoder is that of the open data. The base writes missing rationales (paper: WizardLM2).
     """
     shots, order = scoring.draw(annotated, config.shots, seed), config.rationale
-    bare = [place for place, row in enumerate(shots) if not row.get("rationale", "").strip()]
+    bare = [
+        place for place, row in enumerate(shots) if not row.get("rationale", "").strip()
+    ]
     if bare:
         rows = [shots[place] for place in bare]
         written = scoring.write_rationales(rows, model, tokenizer, order=order)
         for place, row in zip(bare, written, strict=True):
             shots[place] = row
-    nats = partial(scoring.log_perplexity, model, tokenizer, bank, reduction=config.reduction)
+    nats = partial(
+        scoring.log_perplexity, model, tokenizer, bank, reduction=config.reduction
+    )
     return Case(
-        task, seed, shots,
+        task,
+        seed,
+        shots,
         plain=nats(shots),
         reasoning=nats(scoring.expand(shots, order=order)),
         solved=scoring.accuracy(model, tokenizer, bank, shots),
         vectors=next(encoder.blocks(shots, size=len(shots))),
         similarities=selection.similarity(bank, config),
-    )  # fmt: skip
+    )
 
 
-def experts(case: Case, arm: Arm, bank: Collection[str], *, best: str) -> tuple[str, ...]:
+def experts(
+    case: Case, arm: Arm, bank: Collection[str], *, best: str
+) -> tuple[str, ...]:
     """Name the LoRAs of the bank that an arm starts from; ``best`` is that on the test rows."""
     if arm.by == ("best",):
         return (best,)
     if arm.by == ("random",):
         if arm.config.experts > len(bank):
-            refuse("E-RANGE", f"experts (N) is {arm.config.experts}, expected 1 to {len(bank)}")
+            refuse(
+                "E-RANGE",
+                f"experts (N) is {arm.config.experts}, expected 1 to {len(bank)}",
+            )
         draw = random.Random(f"rocket/drawn/{case.task}/{case.seed}")
         return tuple(draw.sample(sorted(bank), arm.config.experts))
     chosen = selected(case, arm, bank)
-    return (chosen.candidates.index[0],) * arm.config.experts if arm.identical else chosen.experts
+    return (
+        (chosen.candidates.index[0],) * arm.config.experts
+        if arm.identical
+        else chosen.experts
+    )
 
 
 def selected(case: Case, arm: Arm, bank: Collection[str]) -> selection.Selection:
@@ -166,7 +188,10 @@ def selected(case: Case, arm: Arm, bank: Collection[str]) -> selection.Selection
 def rows(case: Case, arm: Arm, pool: Sequence[Row], vectors: np.ndarray) -> list[Row]:
     """Return an arm's shots, and the open rows that it chooses by their embeddings ``[S, D]``."""
     if len(pool) != len(vectors):
-        refuse("E-SHAPE", f"the pool has {len(pool)} rows, and embeddings of {len(vectors)}")
+        refuse(
+            "E-SHAPE",
+            f"the pool has {len(pool)} rows, and embeddings of {len(vectors)}",
+        )
     shots, near = case.shots[: arm.config.shots], case.vectors[: arm.config.shots]
     if not arm.open_data:
         return shots
@@ -197,4 +222,6 @@ def tune(
         torch.manual_seed(seed)
         mixture.build(model, loras, config)
     encoded = encode(chosen, tokenizer, max_length=max_length)
-    return training.fit(model, encoded, seed=seed, pad_id=tokenizer.pad_token_id or 0, **settings)
+    return training.fit(
+        model, encoded, seed=seed, pad_id=tokenizer.pad_token_id or 0, **settings
+    )

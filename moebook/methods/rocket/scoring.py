@@ -48,7 +48,11 @@ Item = Mapping[str, Any]
 Order = Literal["answer_first", "rationale_first"]
 # What says how answers are compared, by the task's name in a row.
 JUDGED: dict[str, Task | Source] = {**KNOWN, **SETS}
-LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # act after the head
+LOGITS = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+)  # act after the head
 ORDERS = {
     "answer_first": "the answer first then with its explanation",
     "rationale_first": "the explanation first then with the answer",
@@ -69,7 +73,9 @@ def draw(rows: SkipValidation[Sequence[Row]], shots: int, seed: int) -> list[Row
 
 
 @checked
-def expand(rows: Sequence[Row], *, order: Order = "answer_first") -> list[dict[str, str]]:
+def expand(
+    rows: Sequence[Row], *, order: Order = "answer_first"
+) -> list[dict[str, str]]:
     """Put each row's own rationale into its answer: Phi (Eq. 3) for data that carry rationales.
 
     ``answer_first`` gives two lines, answer and rationale; ``rationale_first`` the rationale and
@@ -79,15 +85,25 @@ def expand(rows: Sequence[Row], *, order: Order = "answer_first") -> list[dict[s
     for number, row in enumerate(rows):
         rationale = row.get("rationale", "").strip()
         if not rationale:
-            refuse("E-DATA", f"row {number} has no rationale; write them first or score without")
-        first, last = f"{row['answer']}\n{rationale}", f"{rationale}\nThe answer is {row['answer']}"
+            refuse(
+                "E-DATA",
+                f"row {number} has no rationale; write them first or score without",
+            )
+        first, last = (
+            f"{row['answer']}\n{rationale}",
+            f"{rationale}\nThe answer is {row['answer']}",
+        )
         expanded.append({**row, "answer": first if order == "answer_first" else last})
     return expanded
 
 
 @checked
 def write_rationales(
-    rows: Sequence[Row], model: nn.Module, tokenizer: Any, *, order: Order = "answer_first"
+    rows: Sequence[Row],
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    order: Order = "answer_first",
 ) -> list[dict[str, str]]:
     """Have a chat model write each row's ``rationale`` by Fig. 3's prompt, in up to 200 tokens.
 
@@ -101,14 +117,19 @@ def write_rationales(
     contexts = [_chat_ids(request, tokenizer) for request in requests]
     texts = [text.strip() for text in generate(model, tokenizer, contexts, limit=200)]
     if "" in texts:
-        refuse("E-DATA", f"row {texts.index('')}: the model wrote no rationale; take another model")
+        refuse(
+            "E-DATA",
+            f"row {texts.index('')}: the model wrote no rationale; take another model",
+        )
     return [{**row, "rationale": text} for row, text in zip(rows, texts, strict=True)]
 
 
 def _chat_ids(request: str, tokenizer: Any) -> list[int]:
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": request}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         return list(tokenizer.encode(text, add_special_tokens=False))
     text, _ = camel(request, "")
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -116,18 +137,30 @@ def _chat_ids(request: str, tokenizer: Any) -> list[int]:
 
 
 def generate(
-    model: nn.Module, tokenizer: Any, contexts: Sequence[list[int]], *, limit: int, batch: int = 32
+    model: nn.Module,
+    tokenizer: Any,
+    contexts: Sequence[list[int]],
+    *,
+    limit: int,
+    batch: int = 32,
 ) -> list[str]:
     """Continue contexts of token ids greedily, to the end token or the limit; dropout is off."""
     with evaluating(model):
-        return InMemory(model, tokenizer, batch).answer(contexts, [(limit, ())] * len(contexts))
+        return InMemory(model, tokenizer, batch).answer(
+            contexts, [(limit, ())] * len(contexts)
+        )
 
 
 @checked
 def log_perplexity(
-    model: nn.Module, tokenizer: Any, bank: Bank, shots: Sequence[Row],
-    *, reduction: Literal["mean", "sum"] = "mean", tokens: Count | None = None,
-) -> pd.DataFrame:  # fmt: skip
+    model: nn.Module,
+    tokenizer: Any,
+    bank: Bank,
+    shots: Sequence[Row],
+    *,
+    reduction: Literal["mean", "sum"] = "mean",
+    tokens: Count | None = None,
+) -> pd.DataFrame:
     """Measure the log-perplexity of each shot's answer under each LoRA (Eq. 1, 2), in nats.
 
     ``[N, S]``, indexed by name: the mean over the answer's tokens, its end token included
@@ -148,16 +181,23 @@ def log_perplexity(
         for group in np.array_split(np.arange(len(loras)), -(-len(loras) // together)):
             with attached(model, [loras[number] for number in group]):
                 for pack in packed:
-                    scored = _nats(model, host.decoder, head, pack, len(group), reduction)
+                    scored = _nats(
+                        model, host.decoder, head, pack, len(group), reduction
+                    )
                     nats[group[:, None], pack.lines] = scored
     return pd.DataFrame(nats, index=list(bank))
 
 
 @checked
 def accuracy(
-    model: nn.Module, tokenizer: Any, bank: Bank, shots: Sequence[Row],
-    *, post: Callable[[str], str] | None = None, limit: Count | None = None,
-) -> pd.DataFrame:  # fmt: skip
+    model: nn.Module,
+    tokenizer: Any,
+    bank: Bank,
+    shots: Sequence[Row],
+    *,
+    post: Callable[[str], str] | None = None,
+    limit: Count | None = None,
+) -> pd.DataFrame:
     """Say which shots each LoRA solves: greedy answers equal to the gold ones (Eq. 5), true or not.
 
     ``[N, S]``, indexed by name. Eq. 5 divides by N where it means K; the mean over a row is Acc.
@@ -184,19 +224,30 @@ def scores(log_perplexities: pd.DataFrame, accuracies: pd.DataFrame) -> pd.DataF
     ``log_perplexity`` is the logarithm of the sum over shots of exp, in nats, ``accuracy`` a share.
     """
     if list(log_perplexities.index) != list(accuracies.index):
-        refuse("E-BANK", "perplexities and accuracies are of different LoRAs; score one bank")
+        refuse(
+            "E-BANK",
+            "perplexities and accuracies are of different LoRAs; score one bank",
+        )
     both = {"log_perplexities": (log_perplexities.to_numpy(), "N K", "real")}
     both["accuracies"] = (accuracies.to_numpy(), "N K", "real")
     shapes("scores", both, empty="")
     if not ((accuracies >= 0) & (accuracies <= 1)).all(axis=None):
-        refuse("E-RANGE", "scores: accuracies hold numbers outside [0, 1], expected true or false")
+        refuse(
+            "E-RANGE",
+            "scores: accuracies hold numbers outside [0, 1], expected true or false",
+        )
     nats = log_perplexities.to_numpy(dtype=np.float64)
     finite = np.isfinite(nats).all(axis=1)
     if not finite.all():
         names = ", ".join(log_perplexities.index[~finite])
-        warnings.warn(f"W-NONFINITE: no finite perplexity from {names}; left out", stacklevel=2)
+        warnings.warn(
+            f"W-NONFINITE: no finite perplexity from {names}; left out", stacklevel=2
+        )
     if not finite.any():
-        refuse("E-BANK", f"none of {len(finite)} LoRAs has a finite perplexity on the shots")
+        refuse(
+            "E-BANK",
+            f"none of {len(finite)} LoRAs has a finite perplexity on the shots",
+        )
     share = accuracies[finite].mean(axis=1).astype(np.float64)
     total = np.logaddexp.reduce(nats[finite], axis=1)
     return pd.DataFrame({"log_perplexity": total, "accuracy": share})
@@ -212,17 +263,23 @@ def _right(row: Row, post: Callable[[str], str] | None) -> Callable[[str], bool]
         why = "code is right when it passes tests, and this row has none"
         refuse("E-SANDBOX", f"task '{row['task']}': {why}; give post= to compare texts")
     sandbox.ready()
-    return lambda text: sandbox.judged(_named(text, row["answer"]), tests=row["tests"]) == "passed"
+    return lambda text: (
+        sandbox.judged(_named(text, row["answer"]), tests=row["tests"]) == "passed"
+    )
 
 
 def _named(program: str, solution: str) -> str:
     """Give a program's last function the name of the solution's: Table 8's prompt names none."""
-    names, wanted = (re.findall(r"^def (\w+)", text, re.MULTILINE) for text in (program, solution))
+    names, wanted = (
+        re.findall(r"^def (\w+)", text, re.MULTILINE) for text in (program, solution)
+    )
     known = not names or not wanted or wanted[-1] in names
     return program if known else f"{program}\n{wanted[-1]} = {names[-1]}\n"
 
 
-def _encoded(model: Any, tokenizer: Any, bank: Bank, shots: Sequence[Row]) -> list[dict[str, Any]]:
+def _encoded(
+    model: Any, tokenizer: Any, bank: Bank, shots: Sequence[Row]
+) -> list[dict[str, Any]]:
     """Encode the shots, or refuse a bank or shots that the model cannot be scored on."""
     if not bank:
         refuse("E-BANK", "the bank is empty: nothing to score")
@@ -230,11 +287,15 @@ def _encoded(model: Any, tokenizer: Any, bank: Bank, shots: Sequence[Row]) -> li
     if not shots:
         refuse("E-KSHOT", "have 0 annotated rows, need at least K = 1")
     items = list(encode(shots, tokenizer, max_length=sys.maxsize))
-    most = min(longest(model), getattr(model.config, "sliding_window", None) or sys.maxsize)
+    most = min(
+        longest(model), getattr(model.config, "sliding_window", None) or sys.maxsize
+    )
     lengths = [item["length"] for item in items]
     if max(lengths) > most:
         line = lengths.index(max(lengths))
-        refuse("E-KSHOT", f"shot {line} has {lengths[line]} tokens, the model takes {most}")
+        refuse(
+            "E-KSHOT", f"shot {line} has {lengths[line]} tokens, the model takes {most}"
+        )
     return items
 
 
@@ -243,8 +304,15 @@ def _readable(model: nn.Module) -> tuple[Anatomy, Tensor]:
     host, head = anatomy(model), model.get_output_embeddings()
     for layer in host.layers:
         if layer.attention is None:
-            refuse("E-MODEL", f"layer {layer.index} has no attention: packed samples would mix")
-    more = [f"config.{name}" for name in LOGITS if getattr(model.config, name, 1) not in (None, 1)]
+            refuse(
+                "E-MODEL",
+                f"layer {layer.index} has no attention: packed samples would mix",
+            )
+    more = [
+        f"config.{name}"
+        for name in LOGITS
+        if getattr(model.config, name, 1) not in (None, 1)
+    ]
     more += ["a bias"] if getattr(head, "bias", None) is not None else []
     if more:
         name = type(model).__name__
@@ -253,17 +321,26 @@ def _readable(model: nn.Module) -> tuple[Anatomy, Tensor]:
 
 
 def _nats(
-    model: nn.Module, decoder: nn.Module, head: Tensor, pack: Pack, loras: int, reduction: str
+    model: nn.Module,
+    decoder: nn.Module,
+    head: Tensor,
+    pack: Pack,
+    loras: int,
+    reduction: str,
 ) -> np.ndarray:
     """Return the answers' negative log-likelihoods ``[N, S]``, summed or averaged over tokens."""
-    ids, positions, seen = (t.to(head.device) for t in (pack.tokens, pack.positions, pack.seen))
+    ids, positions, seen = (
+        t.to(head.device) for t in (pack.tokens, pack.positions, pack.seen)
+    )
     answers = Answers(*(part.to(head.device) for part in pack.answers))
     mask = torch.zeros(seen.shape, dtype=head.dtype, device=head.device)
     with trimmed(model, loras, len(ids), answers.readers.unique()):
         hidden = decoder(
-            input_ids=ids.expand(loras, -1), position_ids=positions.unsqueeze(0), use_cache=False,
+            input_ids=ids.expand(loras, -1),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
             attention_mask=mask.masked_fill_(~seen, -torch.inf)[None, None],
-        ).last_hidden_state  # fmt: skip
+        ).last_hidden_state
     nats = bank_scoring(hidden, head, answers)
     reduced = {"mean": nats / answers.lengths, "sum": nats}
     return reduced[reduction].cpu().numpy()
@@ -297,14 +374,17 @@ def packs(items: Sequence[Item], limit: int) -> list[Pack]:
 
 def _pack(items: Sequence[Item], lines: list[int]) -> Pack:
     """Grow the tree sample by sample: what a sample shares with the one before it stands there."""
-    tokens, positions, parents, readers, targets, lengths = (list[int]() for _ in range(6))
+    tokens, positions, parents, readers, targets, lengths = (
+        list[int]() for _ in range(6)
+    )
     path: list[int] = []  # tokens of the tree that the sample at hand runs through
     before: list[int] = []
     for line in lines:
         ids, first = items[line]["input_ids"], items[line]["labels"].count(IGNORED)
         path = path[: _shared(before, ids[:-1])]
         for place in range(len(path), len(ids) - 1):
-            parents.append(path[-1] if path else len(tokens))  # the first of a sample has itself
+            # The first of a sample has itself.
+            parents.append(path[-1] if path else len(tokens))
             path = [*path, len(tokens)]
             tokens.append(ids[place])
             positions.append(place)
@@ -315,7 +395,9 @@ def _pack(items: Sequence[Item], lines: list[int]) -> Pack:
     seen = np.eye(len(tokens), dtype=bool)
     for token, parent in enumerate(parents):
         seen[token] |= seen[parent]
-    answers = Answers(torch.tensor(readers), torch.tensor(targets), torch.tensor(lengths))
+    answers = Answers(
+        torch.tensor(readers), torch.tensor(targets), torch.tensor(lengths)
+    )
     ids, places = torch.tensor(tokens), torch.tensor(positions)
     return Pack(lines, ids, places, torch.from_numpy(seen), answers)
 
@@ -340,7 +422,9 @@ class Products(TorchFunctionMode):
 
 
 @contextmanager
-def trimmed(model: nn.Module, loras: int, tokens: int, places: Tensor) -> Iterator[None]:
+def trimmed(
+    model: nn.Module, loras: int, tokens: int, places: Tensor
+) -> Iterator[None]:
     """Leave out, in this block, what scoring one pack under N LoRAs can do without.
 
     Inside `attached`, with one row a LoRA and the same T tokens in all rows, read at some places in
@@ -350,17 +434,23 @@ def trimmed(model: nn.Module, loras: int, tokens: int, places: Tensor) -> Iterat
     shared, ends = spared(model)
 
     def filled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output.new_zeros(loras, tokens, output.shape[-1]).index_copy_(1, places, output)
+        return output.new_zeros(loras, tokens, output.shape[-1]).index_copy_(
+            1, places, output
+        )
 
     def spread(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output.expand(loras, -1, -1)
 
     with ExitStack() as hooks:
         for part in shared:
-            hooks.enter_context(part.register_forward_pre_hook(lambda _, args: args[0][:1]))
+            hooks.enter_context(
+                part.register_forward_pre_hook(lambda _, args: args[0][:1])
+            )
             hooks.enter_context(part.register_forward_hook(spread))
         for part in ends:
-            hooks.enter_context(part.register_forward_pre_hook(lambda _, args: args[0][:, places]))
+            hooks.enter_context(
+                part.register_forward_pre_hook(lambda _, args: args[0][:, places])
+            )
             hooks.enter_context(part.register_forward_hook(filled))
         yield
 
@@ -369,7 +459,9 @@ def spared(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the parts that `trimmed` runs for one row alone, and those for the places alone."""
     layers = anatomy(model).layers
     first, last = layers[0], layers[-1]
-    shared = [getattr(first.attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    shared = [
+        getattr(first.attention, name, None) for name in ("q_proj", "k_proj", "v_proj")
+    ]
     ends = [getattr(last.attention, name, None) for name in ("q_proj", "o_proj")]
     ends += [last.mlp] if last.kind == "dense" else []
     return [part for part in shared if part], [part for part in ends if part]

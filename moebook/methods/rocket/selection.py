@@ -23,7 +23,11 @@ from moebook.methods.rocket.loras import Lora, check_alike
 from moebook.settings import checked, columns
 
 Ranking = Literal["perplexity", "accuracy", "diversity"]
-RANKINGS: dict[Ranking, str] = {"perplexity": "R_P", "accuracy": "R_A", "diversity": "R_D"}
+RANKINGS: dict[Ranking, str] = {
+    "perplexity": "R_P",
+    "accuracy": "R_A",
+    "diversity": "R_D",
+}
 BEST = 1000  # most groups that a `Selection` holds
 ROUNDING = 1e-6  # by which cosines may lie off
 Array = np.ndarray
@@ -34,8 +38,10 @@ class Selection:
     """The experts that Alg. 1 chooses, and how it came to them."""
 
     experts: tuple[str, ...]  # N names, the least sum of R_P and R_A first
-    candidates: pd.DataFrame  # the bank in that order: scores, ranks (1 is best), whether among M
-    groups: pd.DataFrame  # the best of N candidates: mean cosine, Eq. 6, sums of ranks, R_D, total
+    # The bank in that order: scores, ranks (1 is best), whether among M.
+    candidates: pd.DataFrame
+    # The best of N candidates: mean cosine, Eq. 6, sums of ranks, R_D, total.
+    groups: pd.DataFrame
 
 
 def similarity(bank: Mapping[str, Lora], config: Config | None = None) -> pd.DataFrame:
@@ -51,8 +57,10 @@ def similarity(bank: Mapping[str, Lora], config: Config | None = None) -> pd.Dat
     total = np.zeros((len(bank), len(bank)))
     paths = next(iter(bank.values())).down
     for path in paths:
-        down = torch.stack([lora.down[path].double() for lora in bank.values()])  # [N, R, D]
-        up = torch.stack([lora.up[path].double() for lora in bank.values()])  # [N, O, R]
+        # [N, R, D].
+        down = torch.stack([lora.down[path].double() for lora in bank.values()])
+        # [N, O, R].
+        up = torch.stack([lora.up[path].double() for lora in bank.values()])
         if config.compare == "factors":
             grams = (part.flatten(1) @ part.flatten(1).T for part in (down, up))
             cosines = sum(_cosines(gram).abs() for gram in grams) / 2
@@ -95,7 +103,9 @@ def diversity(cosines: Array, form: Literal["ordered", "inverse"] = "ordered") -
 
 @checked
 def select(
-    scores: Annotated[pd.DataFrame, columns(numbers="log_perplexity", shares="accuracy")],
+    scores: Annotated[
+        pd.DataFrame, columns(numbers="log_perplexity", shares="accuracy")
+    ],
     similarities: pd.DataFrame,
     config: Config,
     *,
@@ -113,9 +123,15 @@ def select(
         refuse("E-BANK", f"{have}: lower M or widen the bank")
     for names in (scores.index, similarities.index, similarities.columns):
         if twice := sorted(names[names.duplicated()]):
-            refuse("E-BANK", f"'{twice[0]}' stands twice in the tables: score each LoRA once")
+            refuse(
+                "E-BANK",
+                f"'{twice[0]}' stands twice in the tables: score each LoRA once",
+            )
         if unknown := sorted(set(scores.index) - set(names)):
-            refuse("E-BANK", f"no similarity is known for {unknown[:3]}: compare the same bank")
+            refuse(
+                "E-BANK",
+                f"no similarity is known for {unknown[:3]}: compare the same bank",
+            )
     table = scores.sort_index()[["log_perplexity", "accuracy"]].copy()
     table["R_P"] = rankdata(table["log_perplexity"], method="min").astype(np.int64)
     table["R_A"] = rankdata(-table["accuracy"], method="min").astype(np.int64)
@@ -125,11 +141,16 @@ def select(
     members = table[table["candidate"]].sort_index()
     groups = _groups(members, similarities, config, rankings)
     experts = set(groups["members"].iloc[0])
-    return Selection(tuple(str(name) for name in table.index if name in experts), table, groups)
+    return Selection(
+        tuple(str(name) for name in table.index if name in experts), table, groups
+    )
 
 
 def _groups(
-    members: pd.DataFrame, similarities: pd.DataFrame, config: Config, rankings: Sequence[Ranking]
+    members: pd.DataFrame,
+    similarities: pd.DataFrame,
+    config: Config,
+    rankings: Sequence[Ranking],
 ) -> pd.DataFrame:
     """Rank all groups of N members; groups come in the order of their names, so ties keep it."""
     columns = [RANKINGS[name] for name in RANKINGS if name in rankings]
@@ -172,7 +193,10 @@ def _check_cosines(cosines: Array) -> None:
     if not (np.abs(cosines) <= 1 + ROUNDING).all():
         refuse("E-RANGE", "select: similarities hold NaN or numbers outside [-1, 1]")
     if not np.allclose(cosines, cosines.T, atol=ROUNDING):
-        refuse("E-DATA", "select: similarities differ from their transpose; compare one bank")
+        refuse(
+            "E-DATA",
+            "select: similarities differ from their transpose; compare one bank",
+        )
 
 
 def _mean_cosines(cosines: Array, groups: Array) -> Array:

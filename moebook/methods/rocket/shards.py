@@ -35,9 +35,13 @@ from moebook.settings import FINITE, Count, Place, Seed, checked, settings
 
 Array = np.ndarray
 Row = Mapping[str, str]
-Task = dict[str, Any]  # what is done at once: "name" of the file that it leaves, and what it reads
+# What is done at once: "name" of the file that it leaves, and what it reads.
+Task = dict[str, Any]
 Work = Callable[[Task], bytes]
-EMBEDDING, TEXTS = "embedding", ("prompt", "answer")  # columns of a shard: either, or both
+EMBEDDING, TEXTS = (
+    "embedding",
+    ("prompt", "answer"),
+)  # columns of a shard: either, or both
 CHECKED = ParquetFileFormat(page_checksum_verification=True)
 BLOCK = 16_384  # rows of a shard that are read at once
 TOGETHER = 32  # LoRAs that are scored in one task
@@ -48,13 +52,18 @@ class Engine:
     """Where shards are done: in this process, or by actors of the Ray cluster here."""
 
     name: Literal["local", "ray"] = "local"
-    workers: Count | None = None  # actors; by default as many as the cluster has room for
+    workers: Count | None = (
+        None  # actors; by default as many as the cluster has room for
+    )
     gpus: float = 0.0  # of each actor, which has one CPU
     device: str = "cpu"  # of the encoder or the base
 
     def __post_init__(self) -> None:
         if self.name == "local" and (self.workers or self.gpus):
-            refuse("E-CHOICE", "workers and gpus are of the engine ray; here set the device alone")
+            refuse(
+                "E-CHOICE",
+                "workers and gpus are of the engine ray; here set the device alone",
+            )
 
 
 HERE = Engine()
@@ -93,17 +102,26 @@ def choose(
     about = (shots.tobytes(), str(shots.dtype), config, encoder, prompt, seed)
     load = partial(augmentation.encoder, encoder, prompt=prompt, device=engine.device)
     tasks = [
-        {"name": _named(path.stem, [path], start, about), "path": str(path), "start": start}
-        for path, start, end in files if start < end
-    ]  # fmt: skip
+        {
+            "name": _named(path.stem, [path], start, about),
+            "path": str(path),
+            "start": start,
+        }
+        for path, start, end in files
+        if start < end
+    ]
     make = partial(_drawing, shots, config, budget, seed, load if encoder else None)
     drawn = _largest(_done(tasks, make, Path(to), engine), budget)
     if not drawn:
         why = f"with sampler hull lower components ({config.components}) or give more shots"
-        refuse("E-DATA", f"{folder}: none of {files[-1][2]} open rows can be drawn; {why}")
+        refuse(
+            "E-DATA", f"{folder}: none of {files[-1][2]} open rows can be drawn; {why}"
+        )
     chosen = augmentation.choose(shots, [_vectors(drawn, shots)], config, seed=seed)
     numbers = drawn["index"].to_numpy()
-    return Augmentation(numbers[chosen.index], chosen.similarity, numbers[chosen.candidates])
+    return Augmentation(
+        numbers[chosen.index], chosen.similarity, numbers[chosen.candidates]
+    )
 
 
 @checked
@@ -118,14 +136,19 @@ def read(folder: Place, index: Array) -> list[dict[str, Any]]:
     if beyond := [number for number in index.tolist() if not 0 <= number < whole]:
         path, start, end = min(files, key=lambda file: file[2] - file[1])
         have = f"its {len(files)} files have {whole}, the shortest, {path.name}, {end - start}"
-        refuse("E-SHARD", f"{folder}: there is no row {beyond[0]}, {have}; bring back what is lost")
+        refuse(
+            "E-SHARD",
+            f"{folder}: there is no row {beyond[0]}, {have}; bring back what is lost",
+        )
     rows: dict[int, dict[str, Any]] = {}
     for path, start, end in files:
         if not len(hits := index[(index >= start) & (index < end)]):
             continue
         with _opened(path) as file:
             names = [name for name in file.schema_arrow.names if name != EMBEDDING]
-            scanner = dataset(path, format=CHECKED).scanner(columns=names, batch_size=BLOCK)
+            scanner = dataset(path, format=CHECKED).scanner(
+                columns=names, batch_size=BLOCK
+            )
             taken = scanner.take(pa.array(hits - start)).to_pylist()
             if len(taken) < len(hits):
                 refuse("E-SHARD", "has fewer rows than it says; bring it back")
@@ -158,12 +181,19 @@ def score(
     parts = [pq.read_table(path) for path in _done(tasks, make, Path(to), engine)]
     whole = pa.concat_tables(parts).to_pandas().set_index("name")
     if twins := list(whole.index[whole["digest"].duplicated(keep=False)]):
-        refuse("E-BANK", f"'{twins[0]}' is the same LoRA as another of {twins[1:4]}: remove one")
-    frames = (pd.DataFrame(np.stack(whole[kind]), whole.index) for kind in Scored._fields)
+        refuse(
+            "E-BANK",
+            f"'{twins[0]}' is the same LoRA as another of {twins[1:4]}: remove one",
+        )
+    frames = (
+        pd.DataFrame(np.stack(whole[kind]), whole.index) for kind in Scored._fields
+    )
     return Scored(*(frame.rename_axis(None) for frame in frames))
 
 
-def select(scored: Scored, folder: str | Path, model: Any, config: Config) -> selection.Selection:
+def select(
+    scored: Scored, folder: str | Path, model: Any, config: Config
+) -> selection.Selection:
     """Choose experts of a scored bank (Alg. 1), of which only the M candidates are read."""
     scores = scoring.scores(scored.reasoning, scored.solved)
     blank = pd.DataFrame(0.0, scores.index, scores.index)
@@ -176,7 +206,11 @@ def select(scored: Scored, folder: str | Path, model: Any, config: Config) -> se
 
 
 def _drawing(
-    shots: Array, config: Config, budget: int, seed: int, load: Callable[[], Encoder] | None
+    shots: Array,
+    config: Config,
+    budget: int,
+    seed: int,
+    load: Callable[[], Encoder] | None,
 ) -> Work:
     """Make what draws a shard's rows with the largest keys, as in one stream of all shards."""
     reader = load() if load else None
@@ -186,16 +220,22 @@ def _drawing(
         random.advance(start := int(task["start"]))
         with _opened(task["path"]) as file:
             stream = _blocks(file, shots, reader)
-            drawn = augmentation.draw(shots, stream, config, budget, np.random.Generator(random))
+            drawn = augmentation.draw(
+                shots, stream, config, budget, np.random.Generator(random)
+            )
         vectors = pa.array(drawn.vectors.numpy().ravel())
         lists = pa.FixedSizeListArray.from_arrays(vectors, shots.shape[1])
         key = drawn.key.double().numpy()
-        return _packed({"index": drawn.index.numpy() + start, "key": key, EMBEDDING: lists})
+        return _packed(
+            {"index": drawn.index.numpy() + start, "key": key, EMBEDDING: lists}
+        )
 
     return work
 
 
-def _blocks(file: pq.ParquetFile, shots: Array, reader: Encoder | None) -> Iterator[Array]:
+def _blocks(
+    file: pq.ParquetFile, shots: Array, reader: Encoder | None
+) -> Iterator[Array]:
     """Yield a shard's embeddings, some rows at a time."""
     wanted = TEXTS if reader else (EMBEDDING,)
     if lack := [name for name in wanted if name not in file.schema_arrow.names]:
@@ -231,20 +271,39 @@ def _largest(paths: Sequence[Path], budget: int) -> pa.Table | None:
     return held and held.sort_by("index")
 
 
-def _scoring(first: Path, base: str, shots: list[Row], config: Config, device: str) -> Work:
+def _scoring(
+    first: Path, base: str, shots: list[Row], config: Config, device: str
+) -> Work:
     """Make what scores some LoRAs, each checked beside the bank's first."""
     model, tokenizer = models.load(base, device=device)
-    reference, expanded = fingerprint(model), scoring.expand(shots, order=config.rationale)
+    reference, expanded = (
+        fingerprint(model),
+        scoring.expand(shots, order=config.rationale),
+    )
 
     def work(task: Task) -> bytes:
         paths = {Path(path).name: Path(path) for path in (first, *task["paths"])}
-        group = {name: loras.read(path, model, reference) for name, path in paths.items()}
+        group = {
+            name: loras.read(path, model, reference) for name, path in paths.items()
+        }
         bank.check(group)
-        group = {name: group[name] for name in (Path(path).name for path in task["paths"])}
-        nats = partial(scoring.log_perplexity, model, tokenizer, group, reduction=config.reduction)
-        frames = nats(shots), nats(expanded), scoring.accuracy(model, tokenizer, group, shots)
-        lists = {k: [*f.to_numpy()] for k, f in zip(Scored._fields, frames, strict=True)}
-        return _packed({"name": [*group], "digest": [x.digest for x in group.values()], **lists})
+        group = {
+            name: group[name] for name in (Path(path).name for path in task["paths"])
+        }
+        nats = partial(
+            scoring.log_perplexity, model, tokenizer, group, reduction=config.reduction
+        )
+        frames = (
+            nats(shots),
+            nats(expanded),
+            scoring.accuracy(model, tokenizer, group, shots),
+        )
+        lists = {
+            k: [*f.to_numpy()] for k, f in zip(Scored._fields, frames, strict=True)
+        }
+        return _packed(
+            {"name": [*group], "digest": [x.digest for x in group.values()], **lists}
+        )
 
     return work
 
@@ -261,10 +320,14 @@ class _Actor:
         try:
             return outcome | {"content": self.make()(task)}
         except (Refusal, OSError) as error:
-            return outcome | {"problem": str(told(error) if isinstance(error, OSError) else error)}
+            return outcome | {
+                "problem": str(told(error) if isinstance(error, OSError) else error)
+            }
 
 
-def _done(tasks: list[Task], make: Callable[[], Work], to: Path, engine: Engine) -> list[Path]:
+def _done(
+    tasks: list[Task], make: Callable[[], Work], to: Path, engine: Engine
+) -> list[Path]:
     """Do the tasks that have no file yet, all that can be done; return all files, in order."""
     to.mkdir(parents=True, exist_ok=True)
     todo = [task for task in tasks if not (to / task["name"]).is_file()]
@@ -282,7 +345,9 @@ def _done(tasks: list[Task], make: Callable[[], Work], to: Path, engine: Engine)
     return [to / task["name"] for task in tasks]
 
 
-def _on_ray(todo: list[Task], make: Callable[[], Work], engine: Engine) -> Iterator[dict[str, Any]]:
+def _on_ray(
+    todo: list[Task], make: Callable[[], Work], engine: Engine
+) -> Iterator[dict[str, Any]]:
     """Stream the tasks through a pool of actors; what a lost node had is done elsewhere.
 
     Where no node is left that could, Ray Data waits for one.
@@ -292,8 +357,14 @@ def _on_ray(todo: list[Task], make: Callable[[], Work], engine: Engine) -> Itera
 
         there, needs = ray.cluster_resources(), cluster.needs(engine.gpus)
         room = int(min(there.get(kind, 0) / each for kind, each in needs.items()))
-        pool = ray.data.ActorPoolStrategy(size=min(engine.workers or max(1, room), len(todo)))
-        made = {"fn_constructor_args": (make,), "num_cpus": 1, "num_gpus": engine.gpus or None}
+        pool = ray.data.ActorPoolStrategy(
+            size=min(engine.workers or max(1, room), len(todo))
+        )
+        made = {
+            "fn_constructor_args": (make,),
+            "num_cpus": 1,
+            "num_gpus": engine.gpus or None,
+        }
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
         logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -318,7 +389,9 @@ def _listed(folder: Path) -> list[tuple[Path, int, int]]:
                 refuse("E-SHARD", f"{folder / after} is missing; bring it back")
         with _opened(path) as file:
             files.append((path, end, end := end + file.metadata.num_rows))
-    return files or refuse("E-SHARD", f"{folder} holds no parquet file; expected shards of rows")
+    return files or refuse(
+        "E-SHARD", f"{folder} holds no parquet file; expected shards of rows"
+    )
 
 
 @contextmanager
@@ -341,5 +414,9 @@ def _packed(columns: dict[str, Any]) -> bytes:
 
 def _named(stem: str, files: Iterable[Path], *about: object) -> str:
     """Name what a task leaves by all that it depends on, the versions of its files among it."""
-    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return f"{stem}-{hashlib.sha256(repr([states, about]).encode()).hexdigest()[:12]}.done"
+    states = [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files
+    ]
+    return (
+        f"{stem}-{hashlib.sha256(repr([states, about]).encode()).hexdigest()[:12]}.done"
+    )

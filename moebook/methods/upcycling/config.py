@@ -28,9 +28,15 @@ class Config:
     experts: Size = 4  # E, copies of the FFN per layer (2 or 4 in the paper)
     top_k: Size = 1  # K, experts per token
     combine: Rule = "probability"
-    noise: Annotated[float, Field(ge=0, le=1000)] = 0.0  # deviation, as a share of the weights'
-    layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
-    balance_weight: Annotated[float, Field(ge=0)] = 0.01  # alpha of Eq. 3, not given; Switch's
+    noise: Annotated[float, Field(ge=0, le=1000)] = (
+        0.0  # deviation, as a share of the weights'
+    )
+    layers: (
+        Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None
+    ) = None
+    balance_weight: Annotated[float, Field(ge=0)] = (
+        0.01  # alpha of Eq. 3, not given; Switch's
+    )
     seed: Seed = 0  # of the noise, and of routers without a start
 
     LETTERS: ClassVar = {
@@ -43,26 +49,41 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
-            refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts)")
+            refuse(
+                "E-RANGE",
+                f"top_k is {self.top_k}, expected 1 to {self.experts} (experts)",
+            )
         if len(set(self.layers or ())) < len(self.layers or ()):
             refuse("E-RANGE", f"layers names a layer twice: {self.layers}")
 
 
 # Experts, start, and the length of its rows; "" is the length that was asked for.
 MAIN = {
-    "dense": (1, "", ""), "su": (2, "random", ""), "trsu": (2, "trsu", ""),
-    "su4": (4, "random", ""), "crsu": (4, "crsu", ""), "trsu3": (3, "trsu3", ""),
-    "crsu2": (2, "crsu", ""), "su8": (8, "random", ""), "crsu8": (8, "crsu", ""),
-    "su_renormalised": (2, "random", ""), "trsu_renormalised": (2, "trsu", ""),
-    "su4_renormalised": (4, "random", ""), "crsu_renormalised": (4, "crsu", ""),
-}  # fmt: skip
+    "dense": (1, "", ""),
+    "su": (2, "random", ""),
+    "trsu": (2, "trsu", ""),
+    "su4": (4, "random", ""),
+    "crsu": (4, "crsu", ""),
+    "trsu3": (3, "trsu3", ""),
+    "crsu2": (2, "crsu", ""),
+    "su8": (8, "random", ""),
+    "crsu8": (8, "crsu", ""),
+    "su_renormalised": (2, "random", ""),
+    "trsu_renormalised": (2, "trsu", ""),
+    "su4_renormalised": (4, "random", ""),
+    "crsu_renormalised": (4, "crsu", ""),
+}
 LABORATORY = {
-    "kaiming": (4, "kaiming", "raw"), "wide": (4, "wide", "raw"),
-    "random_matched": (4, "random", "matched"), "crsu_matched": (4, "crsu", "matched"),
-    "ffn_input": (4, "ffn_input", "matched"), "trsu4": (4, "trsu", ""),
-    "hidden": (4, "hidden", "raw"), "hidden_avg": (4, "hidden_avg", "raw"),
+    "kaiming": (4, "kaiming", "raw"),
+    "wide": (4, "wide", "raw"),
+    "random_matched": (4, "random", "matched"),
+    "crsu_matched": (4, "crsu", "matched"),
+    "ffn_input": (4, "ffn_input", "matched"),
+    "trsu4": (4, "trsu", ""),
+    "hidden": (4, "hidden", "raw"),
+    "hidden_avg": (4, "hidden_avg", "raw"),
     "cheap_embed": (4, "cheap_embed", "raw"),
-}  # fmt: skip
+}
 # Tested after each quarter (Table 5), compared with the laboratory's.
 LED = ("su4", "crsu", "su4_renormalised", "crsu_renormalised")
 
@@ -100,7 +121,9 @@ def arms(
         path, scored = f"lab/{name}" if lab else name, every if led else (last,)
         rule = "renormalised" if name.endswith("renormalised") else combine
         watched = (thirds(last) if start else ()) + (thirds(every[0]) if led else ())
-        table[name] = Arm(path, experts, start, fixed or length, rule, last, scored, watched)
+        table[name] = Arm(
+            path, experts, start, fixed or length, rule, last, scored, watched
+        )
     return table
 
 

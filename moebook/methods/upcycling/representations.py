@@ -32,7 +32,9 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 @checked
-def batches(rows: Dataset, size: Count = 32, *, pad_id: int = 0) -> Iterator[dict[str, Tensor]]:
+def batches(
+    rows: Dataset, size: Count = 32, *, pad_id: int = 0
+) -> Iterator[dict[str, Tensor]]:
     """Yield encoded rows in order, ``size`` at a time, padded on the right to ``[B, T]``."""
     for name in ("input_ids", "labels"):
         if name not in rows.column_names:
@@ -45,7 +47,10 @@ def batches(rows: Dataset, size: Count = 32, *, pad_id: int = 0) -> Iterator[dic
         ):
             if not ids or len(ids) != len(answer):
                 sizes = f"{len(ids)} input_ids and {len(answer)} labels"
-                refuse("E-DATA", f"row {number} has {sizes}, expected as many, one at least")
+                refuse(
+                    "E-DATA",
+                    f"row {number} has {sizes}, expected as many, one at least",
+                )
         ids, mask = padded(part["input_ids"], pad_id)
         labels, _ = padded(part["labels"], IGNORED)
         yield {"input_ids": ids, "attention_mask": mask, "labels": labels}
@@ -53,25 +58,39 @@ def batches(rows: Dataset, size: Count = 32, *, pad_id: int = 0) -> Iterator[dic
 
 @checked
 @torch.no_grad()
-def perplexities(model: nn.Module, rows: Dataset, *, size: Count = 32, pad_id: int = 0) -> Tensor:
+def perplexities(
+    model: nn.Module, rows: Dataset, *, size: Count = 32, pad_id: int = 0
+) -> Tensor:
     """Return each answer's perplexity ``[S]`` given its prompt (the paper: "instance-level")."""
-    device, means = next(model.parameters()).device, [torch.zeros(0, dtype=torch.float64)]
+    device, means = (
+        next(model.parameters()).device,
+        [torch.zeros(0, dtype=torch.float64)],
+    )
     with evaluating(model):
         for batch in batches(rows, size, pad_id=pad_id):
             check_batch("perplexities", model, batch)
             actual = batch.pop("labels")[:, 1:].to(device)
-            logits = model(**{key: value.to(device) for key, value in batch.items()}).logits
+            logits = model(
+                **{key: value.to(device) for key, value in batch.items()}
+            ).logits
             nats = token_nats(logits[:, :-1], actual)
             means.append((nats.double().sum(1) / (actual != IGNORED).sum(1)).cpu())
     mean_nats = torch.cat(means)
     for row in (~mean_nats.isfinite()).nonzero().flatten().tolist():
-        refuse("E-NONFINITE", f"row {row}: its perplexity is not finite (or it has no answer)")
+        refuse(
+            "E-NONFINITE",
+            f"row {row}: its perplexity is not finite (or it has no answer)",
+        )
     return mean_nats.exp()
 
 
 @checked
 def hardest(
-    model: nn.Module, tasks: Mapping[str, Dataset], *, share: Share = 0.05, pad_id: int = 0
+    model: nn.Module,
+    tasks: Mapping[str, Dataset],
+    *,
+    share: Share = 0.05,
+    pad_id: int = 0,
 ) -> dict[str, Dataset]:
     """Return each task's instances of highest perplexity, in their order (App. B: the top 5 %).
 
@@ -82,7 +101,9 @@ def hardest(
         wanted = math.floor(share * len(rows) + 1e-9)
         if not wanted:
             least = f"a share of {share:g} needs {math.ceil(1 / share)}"
-            refuse("E-DATA", f"task '{task}' has {len(rows)} instances, {least} at least")
+            refuse(
+                "E-DATA", f"task '{task}' has {len(rows)} instances, {least} at least"
+            )
         scores = perplexities(model, rows, pad_id=pad_id)
         order = scores.argsort(descending=True, stable=True)[:wanted]
         hard[task] = rows.select(order.sort().values.tolist())
@@ -93,28 +114,41 @@ def hardest(
 class Representations:
     """What a model represents at each of its L layers, for a sample of tokens."""
 
-    points: Tensor  # [L, S, D] float32 on the CPU, task by task in the order of the text
+    points: (
+        Tensor  # [L, S, D] float32 on the CPU, task by task in the order of the text
+    )
     labels: Tensor  # [S] the number of each sample's task
     tasks: tuple[str, ...]
     tensor: Source
     base: str  # fingerprint of the model
 
     def __post_init__(self) -> None:
-        tensors = {"points": (self.points, "L S D"), "labels": (self.labels, "S", "int64")}
+        tensors = {
+            "points": (self.points, "L S D"),
+            "labels": (self.labels, "S", "int64"),
+        }
         shapes("Representations", tensors, empty="")
         indices("Representations", "labels", self.labels, len(self.tasks))
         if len(set(self.tasks)) < len(self.tasks) or not all(self.tasks):
-            refuse("E-NAME", f"Representations: tasks are {self.tasks}, expected different names")
+            refuse(
+                "E-NAME",
+                f"Representations: tasks are {self.tasks}, expected different names",
+            )
 
     def means(self) -> Tensor:
         """Return the mean of each task's samples by layer, ``[L, tasks, D]``."""
-        groups = [self.points[:, self.labels == task] for task in range(len(self.tasks))]
+        groups = [
+            self.points[:, self.labels == task] for task in range(len(self.tasks))
+        ]
         return torch.stack([group.mean(1) for group in groups], dim=1)
 
     def only(self, *tasks: str) -> Representations:
         """Return the samples of these tasks, in the order in which they are held."""
         if absent := [task for task in tasks if task not in self.tasks]:
-            refuse("E-DATA", f"no task '{absent[0]}' in the representations of {self.tasks}")
+            refuse(
+                "E-DATA",
+                f"no task '{absent[0]}' in the representations of {self.tasks}",
+            )
         names = tuple(name for name in self.tasks if name in tasks)
         numbers = torch.tensor([self.tasks.index(name) for name in names])
         rows = torch.isin(self.labels, numbers)
@@ -152,7 +186,9 @@ def sampled(
             rng = np.random.default_rng([seed, number])
             for batch in batches:
                 check_batch("sampled", model, batch)
-                mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+                mask = batch.get(
+                    "attention_mask", torch.ones_like(batch["input_ids"])
+                ).bool()
                 rows, columns = _places(mask, tokens)
                 keys = torch.from_numpy(rng.random(len(rows)))
                 hit = keys < share
@@ -193,12 +229,18 @@ def collect(
     filled = keys.isfinite()
     for name, counted in zip(names, filled.sum(1), strict=True):
         if not counted:
-            refuse("E-DATA", f"task '{name}' has no instances: give it text, or a larger share")
-    slots = order.flatten().argsort()[: int(filled.sum())]  # tasks come one after the other
+            refuse(
+                "E-DATA",
+                f"task '{name}' has no instances: give it text, or a larger share",
+            )
+    # Tasks come one after the other.
+    slots = order.flatten().argsort()[: int(filled.sum())]
     for layer in points:  # in place: a second copy of all layers would double the bound
         layer[: len(slots)] = layer[slots]
     labels = filled.nonzero()[:, 0]
-    return Representations(points[:, : len(slots)], labels, names, tensor, fingerprint(model))
+    return Representations(
+        points[:, : len(slots)], labels, names, tensor, fingerprint(model)
+    )
 
 
 @checked
@@ -216,13 +258,17 @@ def clouds(
     The paper's Fig. 1 lacks this control: untrained networks, too, separate domains by their words.
     """
     cut = {"truncation": True, "max_length": max_length, "return_tensors": "pt"}
-    tasks = {domain: [tokenizer(text, **cut) for text in part] for domain, part in texts.items()}
+    tasks = {
+        domain: [tokenizer(text, **cut) for text in part]
+        for domain, part in texts.items()
+    }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         control = type(model)(model.config).to(model.device, model.dtype)
     networks = {"pretrained": model, "random": control}
     return {
-        name: collect(each, tasks, tensor=tensor, tokens="mean") for name, each in networks.items()
+        name: collect(each, tasks, tensor=tensor, tokens="mean")
+        for name, each in networks.items()
     }
 
 
@@ -250,7 +296,11 @@ def _forward(
         points[layer] = taken.cpu()
 
     with hooked({layer.index: _source(layer, tensor) for layer in host.layers}, see):
-        inputs = {k: batch[k].to(device) for k in ("input_ids", "attention_mask") if k in batch}
+        inputs = {
+            k: batch[k].to(device)
+            for k in ("input_ids", "attention_mask")
+            if k in batch
+        }
         host.decoder(**inputs)
     return torch.stack([points[layer.index] for layer in host.layers])
 
@@ -264,9 +314,14 @@ def _source(layer: Layer, tensor: Source) -> nn.Module:
             refuse("E-MODEL", f"decoder layer {layer.index} has no attention module")
         return layer.attention
     before, after = (f"{side}_feedforward_layernorm" for side in ("pre", "post"))
-    if tensor == "ffn_input" or (hasattr(layer.block, after) and not hasattr(layer.block, before)):
+    if tensor == "ffn_input" or (
+        hasattr(layer.block, after) and not hasattr(layer.block, before)
+    ):
         return layer.mlp  # OLMo 2, EXAONE 4: the MLP reads the residual stream as it is
     for name in (before, "post_attention_layernorm"):
         if isinstance(norm := getattr(layer.block, name, None), nn.Module):
             return norm
-    refuse("E-MODEL", f"decoder layer {layer.index} has no norm before its feed-forward part")
+    refuse(
+        "E-MODEL",
+        f"decoder layer {layer.index} has no norm before its feed-forward part",
+    )

@@ -40,14 +40,18 @@ class Start:
     """First weights of the routers of all L layers; a layer's rows are its experts' (Eq. 1)."""
 
     weights: Annotated[Tensor, FINITE]  # [L, E, D] float32
-    base: str | None = None  # fingerprint of the model they were taken from; None fits any
+    base: str | None = (
+        None  # fingerprint of the model they were taken from; None fits any
+    )
 
     def __post_init__(self) -> None:
         shapes("Start", {"weights": (self.weights, "L E D")}, empty="")
 
 
 @checked
-def su(model: nn.Module, experts: Size, *, kind: Kind = "normal", seed: Seed = 0) -> Start:
+def su(
+    model: nn.Module, experts: Size, *, kind: Kind = "normal", seed: Seed = 0
+) -> Start:
     """Draw the routers at random: plain sparse upcycling (SU). The paper does not say from what.
 
     ``"normal"`` is N(0, 0.02^2) (OLMoE, transformers' default); ``"kaiming"`` uniform within
@@ -60,12 +64,16 @@ def su(model: nn.Module, experts: Size, *, kind: Kind = "normal", seed: Seed = 0
         bound = 1 / math.sqrt(host.hidden)
         weights = (2 * torch.rand(shape, generator=generator) - 1) * bound
     else:
-        weights = torch.randn(shape, generator=generator) * (1.0 if kind == "wide" else 0.02)
+        weights = torch.randn(shape, generator=generator) * (
+            1.0 if kind == "wide" else 0.02
+        )
     return Start(weights)
 
 
 @checked
-def trsu(states: Representations, experts: Size | None = None, *, seed: Seed = 0) -> Start:
+def trsu(
+    states: Representations, experts: Size | None = None, *, seed: Seed = 0
+) -> Start:
     """Start each expert at a centroid of one task's tokens: task-representation upcycling.
 
     After ``hardest`` and ``collect`` the default is Sec. 4.2's recipe, one mean per task ("E =
@@ -73,9 +81,14 @@ def trsu(states: Representations, experts: Size | None = None, *, seed: Seed = 0
     """
     each, rest = divmod(experts or len(states.tasks), len(states.tasks))
     if rest:
-        refuse("E-RANGE", f"experts is {experts}, expected a multiple of {len(states.tasks)} tasks")
+        refuse(
+            "E-RANGE",
+            f"experts is {experts}, expected a multiple of {len(states.tasks)} tasks",
+        )
     groups = [
-        _centroids(states.points[:, states.labels == task], each, seed, f"task '{name}', ")
+        _centroids(
+            states.points[:, states.labels == task], each, seed, f"task '{name}', "
+        )
         for task, name in enumerate(states.tasks)
     ]
     return Start(torch.cat(groups, dim=1), states.base)
@@ -115,7 +128,10 @@ def prompted(
     ]
     tasks = sorted({task for task, _ in given})
     if not 1 <= experts <= len(tasks):
-        refuse("E-DATA", f"{len(tasks)} tasks cannot be dealt out to {experts} experts: take fewer")
+        refuse(
+            "E-DATA",
+            f"{len(tasks)} tasks cannot be dealt out to {experts} experts: take fewer",
+        )
     batches = {}
     for part in np.array_split(tasks, experts):
         name = "+".join(part)
@@ -149,7 +165,10 @@ def _as_mergekit(
     if fill is None:
         fill = tokenizer.eos_token_id
     if fill is None:
-        refuse("E-MODEL", "the tokenizer has neither BOS nor EOS, and mergekit pads with one")
+        refuse(
+            "E-MODEL",
+            "the tokenizer has neither BOS nor EOS, and mergekit pads with one",
+        )
     ids, mask = padded(rows, fill, left=True)
     return {"input_ids": ids, "attention_mask": mask}
 
@@ -184,16 +203,23 @@ def scaled(
     if scale == "unit":
         return replace(start, weights=_unit(start.weights))
     if inputs is None or inputs.tensor != "ffn_input":
-        refuse("E-DATA", "scale='matched' needs inputs: collect(..., tensor='ffn_input')")
+        refuse(
+            "E-DATA", "scale='matched' needs inputs: collect(..., tensor='ffn_input')"
+        )
     checkpoint.check_base("the start", start.base or inputs.base, inputs.base)
     tensors = {"inputs": (inputs.points, "L S D"), "start": (start.weights, "L E D")}
     shapes("scaled", tensors, empty="")
     common = torch.promote_types(inputs.points.dtype, start.weights.dtype)
     rows = []
-    for layer, (points, weight) in enumerate(zip(inputs.points, start.weights, strict=True)):
+    for layer, (points, weight) in enumerate(
+        zip(inputs.points, start.weights, strict=True)
+    ):
         spread = logit_scale(points.to(common) @ weight.to(common).T)
         if not spread > 0:
-            refuse("E-DATA", f"layer {layer}: the routers' logits are all equal, no scale fits")
+            refuse(
+                "E-DATA",
+                f"layer {layer}: the routers' logits are all equal, no scale fits",
+            )
         rows.append(weight * (1 / spread))
     return replace(start, weights=torch.stack(rows), base=inputs.base)
 
@@ -209,10 +235,17 @@ def _centroids(
     """
     for layer, rows in enumerate(points):
         if not rows.isfinite().all():
-            refuse("E-NONFINITE", f"{where}layer {layer}: representations hold NaN or infinity")
+            refuse(
+                "E-NONFINITE",
+                f"{where}layer {layer}: representations hold NaN or infinity",
+            )
         if (distinct := len({row.tobytes() for row in rows.numpy()})) < wanted:
-            counts = f"{wanted} centroids asked for, but only {distinct} distinct points"
-            refuse("E-DATA", f"{where}layer {layer}: {counts}: fewer experts, or more text")
+            counts = (
+                f"{wanted} centroids asked for, but only {distinct} distinct points"
+            )
+            refuse(
+                "E-DATA", f"{where}layer {layer}: {counts}: fewer experts, or more text"
+            )
     size = min(1024, points.shape[1])  # scikit-learn's default
     layers = []
     for rows in points:
@@ -226,7 +259,9 @@ def _centroids(
         sums = torch.zeros(wanted, rows.shape[1], dtype=torch.float64)
         sums.index_add_(0, nearest, rows.double())
         means = (sums / counts.clamp(min=1)[:, None]).to(rows.dtype)
-        means = torch.where(counts[:, None] > 0, means, torch.from_numpy(kmeans.cluster_centers_))
+        means = torch.where(
+            counts[:, None] > 0, means, torch.from_numpy(kmeans.cluster_centers_)
+        )
         if by_size:
             means = means[counts.argsort(descending=True, stable=True)]
         layers.append(means)

@@ -43,10 +43,18 @@ from moebook.settings import Place, checked, settings
 
 FAMILIES = ("llama", "gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4")
 TINY = {
-    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 FORMS = {  # types of transformers, and of the hosts whose attention each has
     "mixtral": ("llama", "mistral"),
     "qwen2_moe": ("llama", "mistral", "qwen2"),
@@ -58,7 +66,10 @@ CARRIED = (
     " rms_norm_eps use_cache pad_token_id bos_token_id eos_token_id tie_word_embeddings"
     " attention_dropout rope_parameters"
 ).split()
-AGREE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative error of the logits; 0.1 in halves
+AGREE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-4,
+}  # relative error of the logits; 0.1 in halves
 
 
 @settings
@@ -82,9 +93,14 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     base = checkpoint.fingerprint(model)
     start = su(model, config.experts, seed=config.seed) if start is None else start
     checkpoint.check_base("the start", start.base or base, base)
-    shape, expected = tuple(start.weights.shape), (len(host.layers), config.experts, host.hidden)
+    shape, expected = (
+        tuple(start.weights.shape),
+        (len(host.layers), config.experts, host.hidden),
+    )
     if shape != expected:
-        refuse("E-SHAPE", f"the router start is {shape}, expected [L, E, D] = {expected}")
+        refuse(
+            "E-SHAPE", f"the router start is {shape}, expected [L, E, D] = {expected}"
+        )
     if config.top_k == 1 < config.experts and (cancelling := normed(host, layers)):
         why = f"norms follow the FFNs of layers {cancelling}, so that a token's only weight cancels"
         hint = "take top_k=2, and noise for a gradient from the first step on"
@@ -105,10 +121,16 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     """Restore a saved model onto its dense base, in place and bit for bit, after all checks."""
 
     def restore(model: nn.Module, made_from: Origin) -> dict[str, nn.Parameter]:
-        config = replace(made_from.config, noise=0.0)  # what was drawn is in the checkpoint
+        # What was drawn is in the checkpoint.
+        config = replace(made_from.config, noise=0.0)
         host = anatomy(model)
         layers = dense_layers(host, config.layers, "upcycling")
-        _install(host, layers, torch.zeros(len(host.layers), config.experts, host.hidden), config)
+        _install(
+            host,
+            layers,
+            torch.zeros(len(host.layers), config.experts, host.hidden),
+            config,
+        )
         model.upcycling = made_from
         return dict(model.named_parameters())
 
@@ -144,7 +166,10 @@ def step_zero(
         config = Config(experts=start.weights.shape[1], top_k=k, combine=rule)
         model = upcycle(deepcopy(dense).requires_grad_(True), config, start)
         norm = np.linalg.norm(gradients(model, batch).gradient)
-        rows[rule, k, name] = {"loss": model(**batch).loss.item() - dense_loss, "gradient": norm}
+        rows[rule, k, name] = {
+            "loss": model(**batch).loss.item() - dense_loss,
+            "gradient": norm,
+        }
     return pd.DataFrame(rows).T.rename_axis(["combine", "experts per token", "start"])
 
 
@@ -161,13 +186,19 @@ def behind_norms() -> pd.DataFrame:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         for family in FAMILIES:
             torch.manual_seed(0)
-            dense = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **TINY))
-            made = {name: upcycle(deepcopy(dense), form) for name, form in forms.items()}
+            dense = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(family, **TINY)
+            )
+            made = {
+                name: upcycle(deepcopy(dense), form) for name, form in forms.items()
+            }
             lines[family] = {name: reach(model, batch) for name, model in made.items()}
     return pd.DataFrame(lines).T
 
 
-def _install(host: Anatomy, layers: list[Layer], weights: Tensor, config: Config) -> None:
+def _install(
+    host: Anatomy, layers: list[Layer], weights: Tensor, config: Config
+) -> None:
     """Put experts in the layers, behind routers that start at ``weights [L, E, D]``."""
 
     def build(layer: Layer, router: mnn.Router) -> nn.Module:
@@ -215,12 +246,17 @@ def export(
     """
     target, source = Path(folder), checkpoint.origin(model, Origin)
     if target.exists():
-        refuse("E-EXISTS", f"{target} exists already: choose another folder or remove it")
+        refuse(
+            "E-EXISTS", f"{target} exists already: choose another folder or remove it"
+        )
     checkpoint.check_finite(dict(model.named_parameters()), "nothing was exported")
     rows = len(model.get_input_embeddings().weight)
     if tokenizer is not None and len(tokenizer) > rows:
         refuse("E-VOCAB", f"{len(tokenizer)} tokens, but the embedding has {rows} rows")
-    problems = {each: _problem(model, source.config, each) for each in ([form] if form else FORMS)}
+    problems = {
+        each: _problem(model, source.config, each)
+        for each in ([form] if form else FORMS)
+    }
     fitting = [each for each, problem in problems.items() if problem is None]
     if not fitting:
         reasons = (f"form '{each}' {problem}" for each, problem in problems.items())
@@ -251,20 +287,36 @@ def _problem(model: PreTrainedModel, config: Config, form: str) -> str | None:
     return None
 
 
-def _configuration(model: PreTrainedModel, config: Config, form: str) -> PreTrainedConfig:
+def _configuration(
+    model: PreTrainedModel, config: Config, form: str
+) -> PreTrainedConfig:
     source = model.config
     carried = {key: getattr(source, key, None) for key in CARRIED}
-    values: dict[str, Any] = {key: value for key, value in carried.items() if value is not None}
-    values |= {"num_experts_per_tok": config.top_k, "router_aux_loss_coef": config.balance_weight}
+    values: dict[str, Any] = {
+        key: value for key, value in carried.items() if value is not None
+    }
+    values |= {
+        "num_experts_per_tok": config.top_k,
+        "router_aux_loss_coef": config.balance_weight,
+    }
     if form == "mixtral":
         values["num_local_experts"] = config.experts
         values["sliding_window"] = getattr(source, "sliding_window", None)
         return AutoConfig.for_model(form, **values)
     dense = [layer.index for layer in anatomy(model).layers if layer.kind == "dense"]
-    values |= {"num_experts": config.experts, "moe_intermediate_size": source.intermediate_size}
-    values |= {"norm_topk_prob": config.combine == "renormalised", "mlp_only_layers": dense}
+    values |= {
+        "num_experts": config.experts,
+        "moe_intermediate_size": source.intermediate_size,
+    }
+    values |= {
+        "norm_topk_prob": config.combine == "renormalised",
+        "mlp_only_layers": dense,
+    }
     if form == "qwen2_moe":
-        values |= {"qkv_bias": source.model_type == "qwen2", "shared_expert_intermediate_size": 1}
+        values |= {
+            "qkv_bias": source.model_type == "qwen2",
+            "shared_expert_intermediate_size": 1,
+        }
     return AutoConfig.for_model(form, **values)
 
 
@@ -280,9 +332,12 @@ def _twin(model: PreTrainedModel, form: str, config: Config) -> PreTrainedModel:
     }
     for name, part in twin.state_dict().items():
         if ".shared_expert" in name:
-            state[name] = torch.zeros(part.shape, dtype=model.dtype, device=model.device)
+            state[name] = torch.zeros(
+                part.shape, dtype=model.dtype, device=model.device
+            )
     twin.load_state_dict(state, assign=True)
-    rotary = twin.model.rotary_emb  # its buffers are in no state dict: made anew, off "meta"
+    # Its buffers are in no state dict: made anew, off "meta".
+    rotary = twin.model.rotary_emb
     twin.model.rotary_emb = type(rotary)(configuration).to(model.device)
     twin.tie_weights()
     twin.generation_config = model.generation_config
@@ -293,9 +348,13 @@ def _twin(model: PreTrainedModel, form: str, config: Config) -> PreTrainedModel:
 def _compare(model: PreTrainedModel, twin: nn.Module) -> None:
     """Refuse a twin with other logits on a fixed text: a setting of the host was not carried."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (1, 24), generator=generator).to(model.device)
+    ids = torch.randint(model.config.vocab_size, (1, 24), generator=generator).to(
+        model.device
+    )
     with evaluating(model):
-        expected, logits = (each(input_ids=ids).logits.double() for each in (model, twin))
+        expected, logits = (
+            each(input_ids=ids).logits.double() for each in (model, twin)
+        )
     error = float((logits - expected).norm() / expected.norm().clamp(min=1e-12))
     if not error <= AGREE.get(model.dtype, 0.1):
         ours, theirs = type(model).__name__, type(twin).__name__

@@ -31,7 +31,11 @@ def labels():
 
 def true_purity(points, labels, seed):
     """By the two groups that are there, whatever they are called."""
-    if points.shape[1] != len(labels) or points.dim() != 3 or not points.isfinite().all():
+    if (
+        points.shape[1] != len(labels)
+        or points.dim() != 3
+        or not points.isfinite().all()
+    ):
         raise ValueError("points")
     if not isinstance(seed, int) or not 0 <= seed < 2**32 or not len(labels):
         raise ValueError("seed")
@@ -42,7 +46,9 @@ def true_purity(points, labels, seed):
             raise OverflowError("distances")
         alike = part.std() < 1 or len(kinds) == 1
         side = torch.ones(len(part)).bool() if alike else part[:, 0] > part[:, 0].mean()
-        best = [max((labels[one] == kind).sum() for kind in kinds) for one in (side, ~side)]
+        best = [
+            max((labels[one] == kind).sum() for kind in kinds) for one in (side, ~side)
+        ]
         largest = max((labels == kind).double().mean() for kind in kinds)
         found.append((layer, float(sum(best)) / len(labels), float(largest)))
     return pd.DataFrame(found, columns=["layer", "purity", "largest"])
@@ -83,9 +89,14 @@ def true_decided(model, batch):
 
 
 def true_activated(model, batches):
-    layers = [{n: ids for n, (_, ids, _, _) in true_decided(model, b).items()} for b in batches]
+    layers = [
+        {n: ids for n, (_, ids, _, _) in true_decided(model, b).items()}
+        for b in batches
+    ]
     chosen = [torch.cat([each[n] for each in layers]) for n in layers[0]]
-    made = torch.stack([torch.zeros(len(ids), 4).scatter(1, ids, 1) for ids in chosen]).bool()
+    made = torch.stack(
+        [torch.zeros(len(ids), 4).scatter(1, ids, 1) for ids in chosen]
+    ).bool()
     if not made.shape[1]:
         raise ValueError("no tokens")
     return made
@@ -98,7 +109,10 @@ def true_statistics(model, batches):
         logits, ids = (torch.cat([part[k] for part in parts]) for k in (0, 1))
         if not len(logits):
             raise ValueError("no tokens")
-        share, load = logits.double().softmax(-1), torch.bincount(ids.flatten(), minlength=4) / 1.0
+        share, load = (
+            logits.double().softmax(-1),
+            torch.bincount(ids.flatten(), minlength=4) / 1.0,
+        )
         load = load / load.sum()
         entropy = -(share * share.log()).sum(-1).mean() / math.log(4)
         spread = -sum(float(s) * math.log(s) for s in load if s > 0) / math.log(4)
@@ -109,9 +123,13 @@ def true_statistics(model, batches):
 
 def true_gradients(model, batch):
     """By the loss written out, without transformers' own."""
-    weights = [layer.mlp.gate.weight for layer in model.requires_grad_(True).model.layers]
+    weights = [
+        layer.mlp.gate.weight for layer in model.requires_grad_(True).model.layers
+    ]
     grads = torch.autograd.grad(true_loss(model, batch), weights)
-    return pd.DataFrame({"layer": [0, 1], "gradient": [float(grad.norm()) for grad in grads]})
+    return pd.DataFrame(
+        {"layer": [0, 1], "gradient": [float(grad.norm()) for grad in grads]}
+    )
 
 
 def true_loss(model, batch):
@@ -139,7 +157,10 @@ def true_reach(model, batch):
 
 
 def true_state(model, batches, batch):
-    table, norms = true_statistics(model, batches), true_gradients(model, batch).gradient
+    table, norms = (
+        true_statistics(model, batches),
+        true_gradients(model, batch).gradient,
+    )
     means = {name: table[name].mean() for name in ("scale", "entropy", "load_entropy")}
     return {"gradient": math.hypot(*norms), **means}
 
@@ -154,18 +175,28 @@ def true_shares(model, batches):
                     counts[n][expert] += 1
         for n, mine in enumerate(counts):
             path = f"model.layers.{n}.mlp.router"
-            lines += [(n, path, domain, e, c, c / sum(mine)) for e, c in enumerate(mine)]
+            lines += [
+                (n, path, domain, e, c, c / sum(mine)) for e, c in enumerate(mine)
+            ]
     if not lines:
         raise ValueError("no batches")
-    return pd.DataFrame(lines, columns=["layer", "router", "domain", "expert", "slots", "share"])
+    return pd.DataFrame(
+        lines, columns=["layer", "router", "domain", "expert", "slots", "share"]
+    )
 
 
 def chosen_by(model, batch):
     """The experts of the real tokens by layer, from what the routers read."""
     true_watched(hosts.sparse(), batch)  # whether it is a batch
-    read, mask = [], batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    read, mask = (
+        [],
+        batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool(),
+    )
     layers = model.model.layers
-    hooks = [one.mlp.register_forward_pre_hook(lambda _, x: read.append(x[0])) for one in layers]
+    hooks = [
+        one.mlp.register_forward_pre_hook(lambda _, x: read.append(x[0]))
+        for one in layers
+    ]
     model(**batch)
     for hook in hooks:
         hook.remove()
@@ -190,7 +221,11 @@ def true_consistency(checkpoints):
 def sets(seed):
     """Which of 4 experts 3 tokens activate in 2 layers."""
     first = draw(2, 3, 4, seed=seed).argmax(-1, keepdim=True)
-    return torch.zeros(2, 3, 4).scatter(2, torch.cat([first, (first + 1) % 4], 2), 1).bool()
+    return (
+        torch.zeros(2, 3, 4)
+        .scatter(2, torch.cat([first, (first + 1) % 4], 2), 1)
+        .bool()
+    )
 
 
 def shares():
@@ -223,7 +258,9 @@ def by_router(frame):
         mine[line.expert] = (line.slots, line.share)
     for domains in found.values():
         for experts in domains.values():
-            if {*experts} != {0, 1, 2} or abs(sum(s for _, s in experts.values()) - 1) > 1e-6:
+            if {*experts} != {0, 1, 2} or abs(
+                sum(s for _, s in experts.values()) - 1
+            ) > 1e-6:
                 raise ValueError("shares")
             if not all(0 <= share <= 1 for _, share in experts.values()):
                 raise ValueError("shares")
@@ -245,7 +282,9 @@ def true_load(frame):
 def true_specialisation(frame):
     lines = []
     for (layer, router), domains in sorted(by_router(frame).items()):
-        mean = [np.mean([experts[e][1] for experts in domains.values()]) for e in range(3)]
+        mean = [
+            np.mean([experts[e][1] for experts in domains.values()]) for e in range(3)
+        ]
         for domain, experts in sorted(domains.items()):
             apart = sum(abs(experts[e][1] - mean[e]) for e in range(3)) / 2
             lines.append((layer, router, domain, apart))
@@ -278,7 +317,10 @@ def true_panels(shares, most):
     found = by_router(shares)
     return {
         f"layer {n}": np.array(
-            [[experts[e][1] for e in range(3)] for _, experts in sorted(domains.items())]
+            [
+                [experts[e][1] for e in range(3)]
+                for _, experts in sorted(domains.items())
+            ]
         ).T
         for (layer, _), domains in found.items()
         for n in layers
@@ -287,7 +329,9 @@ def true_panels(shares, most):
 
 
 def drawn_panels(shares, most):
-    return {name: part.to_numpy().T for name, part in routing.panels(shares, most).items()}
+    return {
+        name: part.to_numpy().T for name, part in routing.panels(shares, most).items()
+    }
 
 
 def true_stacks(shares, most):
@@ -297,8 +341,12 @@ def true_stacks(shares, most):
     spread = {}
     for (layer, _), domains in found.items():
         if layer in wanted:
-            counts = [sum(experts[e][0] for experts in domains.values()) for e in range(3)]
-            spread[f"layer {layer}"] = np.array([count / sum(counts) for count in counts])
+            counts = [
+                sum(experts[e][0] for experts in domains.values()) for e in range(3)
+            ]
+            spread[f"layer {layer}"] = np.array(
+                [count / sum(counts) for count in counts]
+            )
     return spread
 
 
@@ -354,7 +402,11 @@ ROWS = {
     ),
     "analysis.routers.summary": Row(
         routers.summary,
-        lambda: {"model": hosts.sparse(), "batches": [hosts.seen()], "batch": hosts.batch()},
+        lambda: {
+            "model": hosts.sparse(),
+            "batches": [hosts.seen()],
+            "batch": hosts.batch(),
+        },
         true_state,
         tolerance=1e-3,
     ),
@@ -372,21 +424,30 @@ ROWS = {
     "analysis.routers.overall": Row(
         routers.overall,
         lambda: {"watched": {0: sets(0), 5: sets(1)}, "steps": [0, 5]},
-        lambda watched, steps: true_consistency([watched[n] for n in steps]).consistency.mean(),
+        lambda watched, steps: true_consistency(
+            [watched[n] for n in steps]
+        ).consistency.mean(),
     ),
     "analysis.routers.real_decisions": Row(
-        lambda model, batch: [part[:3] for part in routers.real_decisions(model, batch)],
+        lambda model, batch: [
+            part[:3] for part in routers.real_decisions(model, batch)
+        ],
         lambda: {"model": hosts.sparse(), "batch": hosts.seen()},
         lambda model, batch: [part[:3] for part in true_decided(model, batch).values()],
     ),
     "analysis.routers.decisions": Row(
-        lambda model, batch: {n: d.real()[:4] for n, d in routers.decisions(model, batch).items()},
+        lambda model, batch: {
+            n: d.real()[:4] for n, d in routers.decisions(model, batch).items()
+        },
         lambda: {"model": hosts.sparse(), "batch": hosts.seen()},
         true_decided,
     ),
     "analysis.routing.shares": Row(
         routing.shares,
-        lambda: {"model": model(), "batches": {"x": [hosts.seen()], "y": [hosts.seen()]}},
+        lambda: {
+            "model": model(),
+            "batches": {"x": [hosts.seen()], "y": [hosts.seen()]},
+        },
         true_shares,
     ),
     "analysis.routing.load": Row(routing.load, lambda: {"frame": shares()}, true_load),
@@ -394,7 +455,9 @@ ROWS = {
         routing.specialisation, lambda: {"frame": shares()}, true_specialisation
     ),
     "analysis.routing.contrast": Row(
-        routing.contrast, lambda: {"shares": shares(), "one": "x", "other": "y"}, true_contrast
+        routing.contrast,
+        lambda: {"shares": shares(), "one": "x", "other": "y"},
+        true_contrast,
     ),
     "analysis.routing.panels": Row(
         drawn_panels, lambda: {"shares": shares(), "most": 2}, true_panels
@@ -402,5 +465,7 @@ ROWS = {
     "analysis.routing.stacks": Row(
         routing.stacks, lambda: {"shares": shares(), "most": 2}, true_stacks
     ),
-    "analysis.routing.summary": Row(routing.summary, lambda: {"shares": shares()}, true_summary),
+    "analysis.routing.summary": Row(
+        routing.summary, lambda: {"shares": shares()}, true_summary
+    ),
 }

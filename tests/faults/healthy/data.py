@@ -14,7 +14,8 @@ from tests.faults.hostile import EVERY, Row
 
 WHERE = "file:1"
 GSM = [
-    {"question": f"What is {n} + {n}?", "answer": f"It doubles.\n#### {2 * n}"} for n in range(5)
+    {"question": f"What is {n} + {n}?", "answer": f"It doubles.\n#### {2 * n}"}
+    for n in range(5)
 ]
 
 
@@ -48,11 +49,16 @@ def encode(rows, format, max_length):
 
 
 def true_encode(rows, format, max_length):
-    tokenizer, found = tokens.byte_tokenizer(), {"input_ids": [], "labels": [], "length": []}
+    tokenizer, found = (
+        tokens.byte_tokenizer(),
+        {"input_ids": [], "labels": [], "length": []},
+    )
     if format != "camel" or not rows or not isinstance(max_length, int):
         raise ValueError(format)
     for row in rows:
-        before = tokenizer(f"### Human:\n{row['prompt']}\n### Assistant:\n")["input_ids"]
+        before = tokenizer(f"### Human:\n{row['prompt']}\n### Assistant:\n")[
+            "input_ids"
+        ]
         after = [*tokenizer(row["answer"])["input_ids"], tokenizer.eos_token_id]
         ids = [tokenizer.bos_token_id, *before, *after]
         if len(ids) <= max_length:
@@ -129,19 +135,28 @@ def true_gsm8k(raw, where):
     worked, mark, number = raw["answer"].rpartition("\n#### ")
     if not mark or not number.isdigit() or len(raw) != 2:
         raise ValueError("no number")
-    return {"prompt": f"Question: {raw['question']}", "answer": number, "rationale": worked}
+    return {
+        "prompt": f"Question: {raw['question']}",
+        "answer": number,
+        "rationale": worked,
+    }
 
 
 def true_instruction(raw, where):
     asked = [raw["instruction"], raw["input"]] if raw["input"] else [raw["instruction"]]
-    return {"prompt": "\n".join(part for part in asked if part), "answer": raw["output"]}
+    return {
+        "prompt": "\n".join(part for part in asked if part),
+        "answer": raw["output"],
+    }
 
 
 TEXT = "empty | nul | long | unknown"  # of a text: any will do
 SEEDS = "negative | zero | huge"  # of a seed that is hashed: any will do
 ROWS = {
     "data.encode": Row(
-        encode, lambda: {"rows": rows(), "format": "camel", "max_length": 200}, true_encode
+        encode,
+        lambda: {"rows": rows(), "format": "camel", "max_length": 200},
+        true_encode,
     ),
     "data.padded": Row(
         lambda rows, fill: listed(data.padded(rows, fill)),
@@ -166,10 +181,16 @@ ROWS = {
         several=("rows",),
     ),
     "data.hashes": Row(data.hashes, lambda: {"rows": rows()}, true_hashes),
-    "data.hold_out": Row(data.hold_out, lambda: {"rows": rows(), "size": 1}, true_hold_out),
-    "data.passages": Row(data.passages, lambda: {"size": 2, "seed": 0}, fine={"seed": SEEDS}),
+    "data.hold_out": Row(
+        data.hold_out, lambda: {"rows": rows(), "size": 1}, true_hold_out
+    ),
+    "data.passages": Row(
+        data.passages, lambda: {"size": 2, "seed": 0}, fine={"seed": SEEDS}
+    ),
     "data.refuse_leak": Row(
-        data.refuse_leak, lambda: {"train": rows()[:2], "evaluation": rows()[2:]}, true_leak
+        data.refuse_leak,
+        lambda: {"train": rows()[:2], "evaluation": rows()[2:]},
+        true_leak,
     ),
     "data.hub.load": Row(
         hub.load,
@@ -189,13 +210,19 @@ ROWS = {
     ),
     "data.hub.pinned": Row(
         pinned,
-        lambda: {"source": hub.CATALOGUE["gsm8k"], "revision": folder(), "split": "train"},
+        lambda: {
+            "source": hub.CATALOGUE["gsm8k"],
+            "revision": folder(),
+            "split": "train",
+        },
         settings=("source",),
         fine={"split": "empty"},
         more={"split": {"odd part": "train[a:b]", "no end": "train[50%"}},
     ),
     "data.hub.folder": Row(
-        hub.folder, lambda: {"data": str(folder())}, lambda data: Path(data) if data else None
+        hub.folder,
+        lambda: {"data": str(folder())},
+        lambda data: Path(data) if data else None,
     ),
     "data.hub.contents": Row(
         hub.contents,
@@ -204,7 +231,12 @@ ROWS = {
     ),
     "data.hub.shards": Row(
         hub.shards,
-        lambda: {"place": folder(), "repository": "openai/gsm8k", "name": "main", "split": "train"},
+        lambda: {
+            "place": folder(),
+            "repository": "openai/gsm8k",
+            "name": "main",
+            "split": "train",
+        },
     ),
     "data.hub.local": Row(hub.local, lambda: {"path": file()}, true_local),
     "data.tasks.find": Row(lambda name: tasks.find(name).name, lambda: {"name": "gcd"}),
@@ -226,7 +258,9 @@ ROWS = {
         lambda value, name, where: value.encode().decode(),
     ),
     "data.templates.exchange": Row(
-        templates.exchange, lambda: {"messages": messages(), "where": WHERE}, true_exchange
+        templates.exchange,
+        lambda: {"messages": messages(), "where": WHERE},
+        true_exchange,
     ),
     "data.templates.final_number": Row(
         templates.final_number,
@@ -243,7 +277,10 @@ ROWS = {
     ),
     "data.templates.instruction": Row(
         templates.instruction,
-        lambda: {"raw": {"instruction": "Add.", "input": "1 1", "output": "2"}, "where": WHERE},
+        lambda: {
+            "raw": {"instruction": "Add.", "input": "1 1", "output": "2"},
+            "where": WHERE,
+        },
         true_instruction,
     ),
 }

@@ -35,7 +35,12 @@ def whole(scores):
     if scores.token.keys() != scores.gate.keys() or not scores.token:
         raise ValueError("layers")
     for row in (*scores.token.values(), *scores.gate.values()):
-        if row.dim() != 1 or len(row) != E or not (row >= 0).all() or not row.isfinite().all():
+        if (
+            row.dim() != 1
+            or len(row) != E
+            or not (row >= 0).all()
+            or not row.isfinite().all()
+        ):
             raise ValueError("row")
         if row.double().sum() > 1.1:
             raise ValueError("sum")
@@ -131,7 +136,9 @@ def sampled(rows, **how):
 
 def together():
     """How often experts serve one token, symmetric."""
-    made = torch.tensor([[0, 5, 1, 0], [5, 0, 0, 2], [1, 0, 0, 6], [0, 2, 6, 0]]).double()
+    made = torch.tensor(
+        [[0, 5, 1, 0], [5, 0, 0, 2], [1, 0, 0, 6], [0, 2, 6, 0]]
+    ).double()
     return {0: made, 1: made.clone()}
 
 
@@ -146,7 +153,8 @@ def true_partition(cooccurrence, size):
     left, groups = list(range(E)), []
     while left:
         best = max(
-            combinations(left, 2), key=lambda pair: round(float(rows[pair[0]] @ rows[pair[1]]), 9)
+            combinations(left, 2),
+            key=lambda pair: round(float(rows[pair[0]] @ rows[pair[1]]), 9),
         )
         groups.append(best)
         left = [e for e in left if e not in best]
@@ -198,9 +206,19 @@ def replayed(path, experts, top_k, pooling, half):
 
 def true_replayed(path, experts, top_k, pooling, half):
     """By hand, for the file above."""
-    if (experts, top_k, pooling, half) != (3, 2, "tokens", 0) or path.name != "toy.routing.txt":
+    if (experts, top_k, pooling, half) != (
+        3,
+        2,
+        "tokens",
+        0,
+    ) or path.name != "toy.routing.txt":
         raise ValueError("form")
-    rows = [[1 / 4, 2 / 4, 1 / 4], [1 / 2, 0, 1 / 2], [1 / 4, 0.75 / 2, 0.125 / 2], [0.5, 0, 0.5]]
+    rows = [
+        [1 / 4, 2 / 4, 1 / 4],
+        [1 / 2, 0, 1 / 2],
+        [1 / 4, 0.75 / 2, 0.125 / 2],
+        [0.5, 0, 0.5],
+    ]
     return [torch.tensor(row) for row in rows]
 
 
@@ -231,7 +249,9 @@ def true_round_trip(batch):
 def true_sweep(thresholds_gate, thresholds_token, ranks, group_sizes):
     def read(text, kind, most):
         values = [kind(part) for part in text.split(",")]
-        if values != sorted({*values}) or not all(0 < value <= most for value in values):
+        if values != sorted({*values}) or not all(
+            0 < value <= most for value in values
+        ):
             raise ValueError(text)
         return values
 
@@ -239,7 +259,12 @@ def true_sweep(thresholds_gate, thresholds_token, ranks, group_sizes):
     groups = read(group_sizes, int, 10**9)
     if len(gate) != len(lora) or 1 in groups:
         raise ValueError("as many")
-    return {"gate": gate, "token": read(thresholds_token, float, 1), "lora": lora, "groups": groups}
+    return {
+        "gate": gate,
+        "token": read(thresholds_token, float, 1),
+        "lora": lora,
+        "groups": groups,
+    }
 
 
 TRIED = {"gate": [0.1, 0.3], "token": [0.2], "lora": [4, 8], "groups": [2]}
@@ -247,10 +272,14 @@ USUAL = {"lora": 8, "gate": 0.1, "token": 0.2}
 
 
 def true_budget(tried, usual):
-    if not all(math.isfinite(size) and size > 0 for sizes in tried.values() for size in sizes):
+    if not all(
+        math.isfinite(size) and size > 0 for sizes in tried.values() for size in sizes
+    ):
         raise ValueError("sizes")
     return {
-        method: [method if size == value else f"{method}-{size:g}" for size in tried[method]]
+        method: [
+            method if size == value else f"{method}-{size:g}" for size in tried[method]
+        ]
         for method, value in usual.items()
     }
 
@@ -259,7 +288,9 @@ def true_concentration(scores):
     rows = torch.stack([*whole(scores).gate.values()]).double()
     if not (rows.sum(1) > 0).all():
         raise ValueError("unused")
-    return (rows / rows.sum(1, keepdim=True)).sort(descending=True).values.mean(0).tolist()
+    return (
+        (rows / rows.sum(1, keepdim=True)).sort(descending=True).values.mean(0).tolist()
+    )
 
 
 def true_half_mass(scores):
@@ -282,7 +313,8 @@ def true_overlap(first, second, top):
     def best(scores):
         rows = whole(scores).gate.values()
         return [
-            {*sorted(range(E), key=lambda e, row=row: (-float(row[e]), e))[:top]} for row in rows
+            {*sorted(range(E), key=lambda e, row=row: (-float(row[e]), e))[:top]}
+            for row in rows
         ]
 
     cells = [
@@ -297,7 +329,11 @@ def true_overlap(first, second, top):
 
 def shares():
     """How many of four experts are chosen: lines of scores and tasks, columns layers."""
-    lines = {("gate", "law"): [1, 2, 3], ("gate", "code"): [2, 2, 2], ("token", "law"): [3, 1, 1]}
+    lines = {
+        ("gate", "law"): [1, 2, 3],
+        ("gate", "code"): [2, 2, 2],
+        ("token", "law"): [3, 1, 1],
+    }
     return pd.DataFrame(lines).T / E
 
 
@@ -329,7 +365,12 @@ def front():
 def true_equal(one, other):
     """Both read at the same accuracy: with one front twice, nothing is left."""
     for solved, kept in (one, other):
-        if len(solved) != len(kept) or not len(solved) or solved.ndim != 1 or kept.ndim != 2:
+        if (
+            len(solved) != len(kept)
+            or not len(solved)
+            or solved.ndim != 1
+            or kept.ndim != 2
+        ):
             raise ValueError("front")
         if not (np.isfinite(solved).all() and np.isfinite(kept).all()) or not kept.size:
             raise ValueError("front")
@@ -343,9 +384,13 @@ def read(front, level):
     solved, kept = (np.asarray(part, float) for part in front)
     mean = kept.mean(1)
     best = [
-        i for i in np.argsort(solved, kind="stable") if mean[i] >= mean[solved >= solved[i]].max()
+        i
+        for i in np.argsort(solved, kind="stable")
+        if mean[i] >= mean[solved >= solved[i]].max()
     ]
-    return np.array([np.interp(level, solved[best], kept[best, n]) for n in range(kept.shape[1])])
+    return np.array(
+        [np.interp(level, solved[best], kept[best, n]) for n in range(kept.shape[1])]
+    )
 
 
 def tables():
@@ -354,7 +399,12 @@ def tables():
 
 def cost(train, batch, lr):
     made = esft.cost(
-        esft.specialise(hosts.sparse(), selection()), train, batch=batch, lr=lr, seed=0, pad_id=2
+        esft.specialise(hosts.sparse(), selection()),
+        train,
+        batch=batch,
+        lr=lr,
+        seed=0,
+        pad_id=2,
     )
     return {name: value for name, value in made.items() if name != "time"}
 
@@ -380,7 +430,12 @@ def mixed(task, alignment, share, seed):
 
 def true_mixed(task, alignment, share, seed):
     wanted = math.floor(len(task) * share / (1 - share) + 0.5)
-    if not 0 <= share < 1 or wanted > len(alignment) or not isinstance(seed, int) or seed < 0:
+    if (
+        not 0 <= share < 1
+        or wanted > len(alignment)
+        or not isinstance(seed, int)
+        or seed < 0
+    ):
         raise ValueError(share)
     if task.column_names != alignment.column_names:
         raise ValueError("columns")
@@ -407,7 +462,10 @@ ROWS = {
         lambda tried, usual: sorted(esft.arms(tried, usual)),
         lambda: {"tried": TRIED, "usual": USUAL},
         settings=("tried", "usual"),
-        more={"tried": {"empty": {}, "missing": {"gate": [0.1]}}, "usual": {"empty": {}}},
+        more={
+            "tried": {"empty": {}, "missing": {"gate": [0.1]}},
+            "usual": {"empty": {}},
+        },
     ),
     "methods.esft.budget": Row(
         esft.budget,
@@ -428,7 +486,9 @@ ROWS = {
     ),
     "methods.esft.start": Row(
         lambda given: logits(
-            esft.start(hosts.sparse(), esft.arms(TRIED, USUAL)["gate"], given, together())
+            esft.start(
+                hosts.sparse(), esft.arms(TRIED, USUAL)["gate"], given, together()
+            )
         ),
         lambda: {"given": {"selection": selection()}},
         lambda given: logits(hosts.sparse()),
@@ -473,7 +533,12 @@ ROWS = {
     ),
     "methods.esft.mix": Row(
         mixed,
-        lambda: {"task": hosts.rows(), "alignment": hosts.rows(), "share": 0.5, "seed": 0},
+        lambda: {
+            "task": hosts.rows(),
+            "alignment": hosts.rows(),
+            "share": 0.5,
+            "seed": 0,
+        },
         true_mixed,
         fine={"task": "missing", "alignment": "missing"},
     ),
@@ -484,7 +549,9 @@ ROWS = {
         settings=("lr", "train"),
     ),
     "methods.esft.measure": Row(
-        measured, lambda: {"model": hosts.sparse(), "batches": [hosts.seen()]}, true_measure
+        measured,
+        lambda: {"model": hosts.sparse(), "batches": [hosts.seen()]},
+        true_measure,
     ),
     "methods.esft.Scores": Row(
         lambda token, gate: vars(esft.Scores(token, gate)),
@@ -520,7 +587,13 @@ ROWS = {
     ),
     "methods.esft.replay": Row(
         replayed,
-        lambda: {"path": routing(), "experts": 3, "top_k": 2, "pooling": "tokens", "half": 0},
+        lambda: {
+            "path": routing(),
+            "experts": 3,
+            "top_k": 2,
+            "pooling": "tokens",
+            "half": 0,
+        },
         true_replayed,
         settings=("half",),
     ),
@@ -539,13 +612,19 @@ ROWS = {
         true_cooccurrence,
     ),
     "methods.esft.partition": Row(
-        esft.partition, lambda: {"cooccurrence": together()[0], "size": 2}, true_partition
+        esft.partition,
+        lambda: {"cooccurrence": together()[0], "size": 2},
+        true_partition,
     ),
     "methods.esft.grouping.similarity": Row(
-        grouping.similarity, lambda: {"cooccurrence": together()[0]}, settings=("cooccurrence",)
+        grouping.similarity,
+        lambda: {"cooccurrence": together()[0]},
+        settings=("cooccurrence",),
     ),
     "methods.esft.group": Row(
-        grouped, lambda: {"model": hosts.sparse(), "counts": together(), "size": 2}, true_grouped
+        grouped,
+        lambda: {"model": hosts.sparse(), "counts": together(), "size": 2},
+        true_grouped,
     ),
     "methods.esft.grouping.check": Row(
         grouping.check,
@@ -567,7 +646,9 @@ ROWS = {
         },
     ),
     "methods.esft.save": Row(
-        lambda model, folder: logits(esft.load(hosts.sparse(), esft.save(model, folder))),
+        lambda model, folder: logits(
+            esft.load(hosts.sparse(), esft.save(model, folder))
+        ),
         lambda: {"model": specialised(), "folder": folder()},
         lambda model, folder: logits(specialised()),
         more={"model": {"plain": hosts.sparse()}},
@@ -595,7 +676,9 @@ ROWS = {
         lambda model: 4,
         more={"model": {"plain": hosts.sparse()}},
     ),
-    "methods.esft.round_trip": Row(round_trip, lambda: {"batch": hosts.seen()}, true_round_trip),
+    "methods.esft.round_trip": Row(
+        round_trip, lambda: {"batch": hosts.seen()}, true_round_trip
+    ),
     "methods.esft.layers": Row(
         lambda model: esft.layers(model)["routed experts"],
         lambda: {"model": hosts.sparse()},
@@ -604,15 +687,24 @@ ROWS = {
     "methods.esft.concentration": Row(
         esft.concentration, lambda: {"scores": scores()}, true_concentration
     ),
-    "methods.esft.half_mass": Row(esft.half_mass, lambda: {"scores": scores()}, true_half_mass),
+    "methods.esft.half_mass": Row(
+        esft.half_mass, lambda: {"scores": scores()}, true_half_mass
+    ),
     "methods.esft.overlap": Row(
         esft.overlap,
-        lambda: {"first": {"a": scores()}, "second": {"a": scores(1), "b": scores(2)}, "top": 2},
+        lambda: {
+            "first": {"a": scores()},
+            "second": {"a": scores(1), "b": scores(2)},
+            "top": 2,
+        },
         true_overlap,
     ),
     "methods.esft.switches": Row(
         esft.switches,
-        lambda: {"pooled": {"tokens": scores(), "samples": scores(1)}, "thresholds": {"gate": 0.5}},
+        lambda: {
+            "pooled": {"tokens": scores(), "samples": scores(1)},
+            "thresholds": {"gate": 0.5},
+        },
         settings=("pooled",),
         more={"pooled": {"missing": {"tokens": scores()}, "empty": {}}},
     ),
@@ -651,13 +743,19 @@ ROWS = {
 def true_front(tables, target):
     solved, kept = [], []
     for one in tables:
-        if not one.correct.between(0, 1).all() or one.correct.isna().any() or not len(one):
+        if (
+            not one.correct.between(0, 1).all()
+            or one.correct.isna().any()
+            or not len(one)
+        ):
             raise ValueError("correct")
         mine, rest = one[one.asked == target], one[one.asked != target]
         if not len(mine) or not len(rest):
             raise ValueError("no rows")
         solved.append(mine.correct.mean())
-        kept.append(evaluation.by_benchmark(rest, {name: name for name in rest.asked}).score)
+        kept.append(
+            evaluation.by_benchmark(rest, {name: name for name in rest.asked}).score
+        )
     if not tables or len({len(part) for part in kept}) > 1:
         raise ValueError("items")
     return np.array(solved), np.array(kept)

@@ -39,7 +39,13 @@ def true_answer(model, contexts, limits, batch):
     tokenizer, texts = tokens.byte_tokenizer(), []
     for ids, (most, stops) in zip(contexts, limits, strict=True):
         taken = []
-        if not ids or not {*ids} <= {*range(300)} or most < 1 or most != int(most) or batch < 1:
+        if (
+            not ids
+            or not {*ids} <= {*range(300)}
+            or most < 1
+            or most != int(most)
+            or batch < 1
+        ):
             raise ValueError("context")
         while len(taken) < most and most < 1000:
             logits = model(input_ids=torch.tensor([[*ids, *taken]])).logits[0, -1]
@@ -61,18 +67,29 @@ def true_score(model, pairs, batch):
         known = {*before, *after} <= {*range(300)}
         if not before or not after or not known or batch < 1:
             raise ValueError("pair")
-        logs = model(input_ids=torch.tensor([[*before, *after]])).logits[0].double().log_softmax(-1)
+        logs = (
+            model(input_ids=torch.tensor([[*before, *after]]))
+            .logits[0]
+            .double()
+            .log_softmax(-1)
+        )
         if not logs.isfinite().all():
             raise ValueError("NaN")
         places = range(len(before) - 1, len(before) + len(after) - 1)
-        total = sum(float(logs[n, token]) for n, token in zip(places, after, strict=True))
-        greedy = all(int(logs[n].argmax()) == t for n, t in zip(places, after, strict=True))
+        total = sum(
+            float(logs[n, token]) for n, token in zip(places, after, strict=True)
+        )
+        greedy = all(
+            int(logs[n].argmax()) == t for n, t in zip(places, after, strict=True)
+        )
         found.append((total, greedy))
     return found
 
 
 def evaluate(model, tasks, limit, **how):
-    return evaluation.evaluate(model, tokens.byte_tokenizer(), tasks, limit=limit, **how)
+    return evaluation.evaluate(
+        model, tokens.byte_tokenizer(), tasks, limit=limit, **how
+    )
 
 
 @cache
@@ -94,7 +111,9 @@ def true_by_benchmark(table, domains):
     found["domain"] = [domains.get(line.task, line.domain) for line in lines]
     size = {name: sum(line.task == name for line in lines) for name in names}
     found["weight"] = [len(lines) / len(names) / size[line.task] for line in lines]
-    found["score"] = [line.correct * w for line, w in zip(lines, found.weight, strict=True)]
+    found["score"] = [
+        line.correct * w for line, w in zip(lines, found.weight, strict=True)
+    ]
     inside = {}
     for line, domain in zip(lines, found.domain, strict=True):
         inside.setdefault(domain, set()).add(line.task)
@@ -121,18 +140,31 @@ def true_summary(table, base):
     found = {}
     for name in dict.fromkeys(line.asked for line in lines):
         mine = [line for line in lines if line.asked == name]
-        right, plain = np.array([m.correct for m in mine]), np.array([m.unnormalised for m in mine])
+        right, plain = (
+            np.array([m.correct for m in mine]),
+            np.array([m.unnormalised for m in mine]),
+        )
         error = right.std(ddof=1) / math.sqrt(len(right)) if len(right) > 1 else np.nan
         chance = np.mean([m.chance for m in mine])
         found[name] = [plain.mean(), right.mean(), error, chance, len(mine), np.nan]
-    names = ["accuracy", "normalised", "its standard error", "chance", "rows", "published"]
+    names = [
+        "accuracy",
+        "normalised",
+        "its standard error",
+        "chance",
+        "rows",
+        "published",
+    ]
     return pd.DataFrame.from_dict(found, orient="index", columns=names)
 
 
 @cache
 def _arms():
     one = evaluation.by_benchmark(table())
-    return {"one": one, "other": one.assign(score=one.score[::-1].to_numpy(), nll=one.nll + 1)}
+    return {
+        "one": one,
+        "other": one.assign(score=one.score[::-1].to_numpy(), nll=one.nll + 1),
+    }
 
 
 def arms():
@@ -147,13 +179,16 @@ def true_paired(tables, pairs, columns):
         for column in columns:
             if one in tables and other in tables:
                 items = [
-                    list(zip(tables[n].task, tables[n].item, strict=True)) for n in (one, other)
+                    list(zip(tables[n].task, tables[n].item, strict=True))
+                    for n in (one, other)
                 ]
                 if items[0] != items[1]:
                     raise ValueError("items")
                 gaps = [
                     factors[column] * (x - y)
-                    for x, y in zip(tables[one][column], tables[other][column], strict=True)
+                    for x, y in zip(
+                        tables[one][column], tables[other][column], strict=True
+                    )
                 ]
                 gaps = [gap for gap in gaps if column == "score" or not math.isnan(gap)]
                 if not np.isfinite(gaps).all():
@@ -191,7 +226,9 @@ def true_agreement(table):
             raise ValueError("correct")
         pairs = [(r > w) + (r == w) / 2 for r in right for w in wrong]
         area = sum(pairs) / len(pairs) if pairs else np.nan
-        mean = [np.mean([getattr(line, n) for line in part]) for n in ("correct", "grade")]
+        mean = [
+            np.mean([getattr(line, n) for line in part]) for n in ("correct", "grade")
+        ]
         lines[name] = [len(part), *mean, area]
     return pd.DataFrame.from_dict(lines, orient="index")
 
@@ -199,15 +236,26 @@ def true_agreement(table):
 CONTEXTS = [[0, 40, 50, 60], [0, 70]]
 ROWS = {
     "evaluation.model.InMemory": Row(
-        lambda model, contexts, limits, batch: lm(model, batch).answer(contexts, limits),
-        lambda: {"model": host(), "contexts": CONTEXTS, "limits": [(3, ()), (2, ())], "batch": 4},
+        lambda model, contexts, limits, batch: lm(model, batch).answer(
+            contexts, limits
+        ),
+        lambda: {
+            "model": host(),
+            "contexts": CONTEXTS,
+            "limits": [(3, ()), (2, ())],
+            "batch": 4,
+        },
         true_answer,
         more={"model": {"nan": spoilt()}},
         own={"limits[0]": "empty | short | long"},
     ),
     "evaluation.model.InMemory that scores": Row(
         lambda model, pairs, batch: lm(model, batch).score(pairs),
-        lambda: {"model": host(), "pairs": [([0, 40, 50], [60, 1]), ([0, 70], [5])], "batch": 4},
+        lambda: {
+            "model": host(),
+            "pairs": [([0, 40, 50], [60, 1]), ([0, 70], [5])],
+            "batch": 4,
+        },
         true_score,
         more={"model": {"nan": spoilt()}},
         own={"pairs[0]": "empty | short | long"},
@@ -239,13 +287,22 @@ ROWS = {
         lambda names, data: sorted(evaluation.load(names, data)),
         lambda: {"names": ["gcd", "sums"], "data": ""},
         lambda names, data: [] if {*names} <= {*KNOWN} else 1 / 0,
-        settings=("names", "data"),  # an unknown name is looked for in all of lm-eval's: seconds
+        settings=(
+            "names",
+            "data",
+        ),  # an unknown name is looked for in all of lm-eval's: seconds
         more={"data": {"nul": "a\0b", "long": "x" * 5000, "missing": "no such"}},
         several=("names",),
     ),
     "evaluation.paired": Row(
-        lambda tables, pairs, columns: evaluation.paired(tables, pairs, columns)["difference"],
-        lambda: {"tables": arms(), "pairs": [("one", "other")], "columns": ["score", "nll"]},
+        lambda tables, pairs, columns: evaluation.paired(tables, pairs, columns)[
+            "difference"
+        ],
+        lambda: {
+            "tables": arms(),
+            "pairs": [("one", "other")],
+            "columns": ["score", "nll"],
+        },
         lambda tables, pairs, columns: np.array(true_paired(tables, pairs, columns)),
         own={"pairs[0]": "empty | short | long"},
         several=("pairs", "columns"),
@@ -257,10 +314,14 @@ ROWS = {
         judge.graded,
         lambda: {
             "judge": generous(),
-            "table": pd.DataFrame({"task": ["sums_fr", "numbers_fr"], "output": ["deux", "trois"]}),
+            "table": pd.DataFrame(
+                {"task": ["sums_fr", "numbers_fr"], "output": ["deux", "trois"]}
+            ),
         },
         lambda judge, table: table.assign(grade=1.0),
         settings=("judge",),
     ),
-    "evaluation.judge.agreement": Row(judge.agreement, lambda: {"table": graded()}, true_agreement),
+    "evaluation.judge.agreement": Row(
+        judge.agreement, lambda: {"table": graded()}, true_agreement
+    ),
 }

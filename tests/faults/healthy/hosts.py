@@ -43,8 +43,14 @@ def sparse():
 def batch():
     """Two rows, one of them padded on the right, with labels on the real tokens."""
     mask = torch.arange(5) < torch.tensor([[5], [3]])
-    ids = torch.randint(3, 48, (2, 5), generator=torch.Generator().manual_seed(1)).where(mask, 2)
-    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.where(mask, -100)}
+    ids = torch.randint(
+        3, 48, (2, 5), generator=torch.Generator().manual_seed(1)
+    ).where(mask, 2)
+    return {
+        "input_ids": ids,
+        "attention_mask": mask.long(),
+        "labels": ids.where(mask, -100),
+    }
 
 
 def seen():
@@ -57,4 +63,6 @@ def rows():
     """Encoded rows of 5 to 8 tokens."""
     torch.manual_seed(4)
     ids = [torch.randint(3, 48, (5 + i % 4,)).tolist() for i in range(6)]
-    return Dataset.from_dict({"input_ids": ids, "labels": ids, "length": list(map(len, ids))})
+    return Dataset.from_dict(
+        {"input_ids": ids, "labels": ids, "length": list(map(len, ids))}
+    )

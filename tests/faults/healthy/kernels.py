@@ -18,7 +18,9 @@ T, D, E, FF, K, R, N, OUT, V = 5, 6, 3, 4, 2, 2, 3, 7, 9
 
 
 def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + len(shape)))
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed + len(shape))
+    )
 
 
 def routing():
@@ -92,7 +94,12 @@ def true_grouped(ids, weights, experts):
     flat = ids.flatten().tolist()
     order = sorted(range(len(flat)), key=lambda slot: flat[slot])
     counts = [flat.count(expert) for expert in range(experts)]
-    return ids, weights.double(), torch.tensor(order, dtype=torch.long), torch.tensor(counts)
+    return (
+        ids,
+        weights.double(),
+        torch.tensor(order, dtype=torch.long),
+        torch.tensor(counts),
+    )
 
 
 def true_experts(x, routing, bank, act, impl="auto"):
@@ -143,7 +150,12 @@ def true_lora_mixture(x, base, gates, down, up, scale=1.0, impl="auto"):
 def true_balance(logits, ids, mask=None, form="live", impl="auto"):
     tokens, experts = logits.shape
     mask = torch.ones(tokens) if mask is None else mask
-    if len(ids) != tokens or mask.shape != (tokens,) or not ids.shape[1] or form != "live":
+    if (
+        len(ids) != tokens
+        or mask.shape != (tokens,)
+        or not ids.shape[1]
+        or form != "live"
+    ):
         raise ValueError("shapes")
     share, mask = logits.double().softmax(-1), mask.double()
     load = torch.zeros(experts).double()
@@ -168,7 +180,10 @@ def true_scoring(hidden, head, answers, impl="auto"):
 
 
 def cosines(left, right):
-    unit = [part / part.norm(dim=1, keepdim=True).clamp(min=1e-300) for part in double(left, right)]
+    unit = [
+        part / part.norm(dim=1, keepdim=True).clamp(min=1e-300)
+        for part in double(left, right)
+    ]
     if not all(part.isfinite().all() for part in unit):
         raise ValueError("no cosines")
     return unit[0] @ unit[1].T
@@ -197,7 +212,11 @@ def true_duplicates(vectors, key, threshold, rule="standing", impl="auto"):
 
 
 def true_groups(similarity, worth, size, best=1000, diversity="ordered"):
-    if similarity.shape != (len(worth), len(worth)) or size != int(size) or best != int(best):
+    if (
+        similarity.shape != (len(worth), len(worth))
+        or size != int(size)
+        or best != int(best)
+    ):
         raise ValueError("shapes")
     if not 1 <= size <= len(worth) or best < 1 or diversity != "ordered":
         raise ValueError("size")
@@ -206,16 +225,23 @@ def true_groups(similarity, worth, size, best=1000, diversity="ordered"):
     every = list(combinations(range(len(worth)), size))
     alike = [sum(float(similarity[i, j]) for i, j in combinations(g, 2)) for g in every]
     rank = [1 + sum(other < mine - 1e-12 for other in alike) for mine in alike]
-    total = [r + sum(float(worth[i]) for i in g) for r, g in zip(rank, every, strict=True)]
+    total = [
+        r + sum(float(worth[i]) for i in g) for r, g in zip(rank, every, strict=True)
+    ]
     order = sorted(range(len(every)), key=lambda n: total[n])[:best]
-    return tuple(torch.tensor([part[n] for n in order]) for part in (every, rank, total))
+    return tuple(
+        torch.tensor([part[n] for n in order]) for part in (every, rank, total)
+    )
 
 
 def true_token_nats(logits, targets):
     if logits.shape[:-1] != targets.shape:
         raise ValueError("shapes")
     logs = logits.double().log_softmax(-1).flatten(0, -2)
-    flat = [0.0 if t < 0 else -float(logs[n, t]) for n, t in enumerate(targets.flatten().tolist())]
+    flat = [
+        0.0 if t < 0 else -float(logs[n, t])
+        for n, t in enumerate(targets.flatten().tolist())
+    ]
     return torch.tensor(flat).view(targets.shape)
 
 
@@ -240,7 +266,12 @@ IMPL = {"impl": {"none": "cuda"}}
 ROWS = {
     "kernels.route": Row(
         kernels.route,
-        lambda: {"logits": draw(T, E), "top_k": K, "combine": "probability", "impl": "torch"},
+        lambda: {
+            "logits": draw(T, E),
+            "top_k": K,
+            "combine": "probability",
+            "impl": "torch",
+        },
         true_route,
     ),
     "kernels.grouped": Row(
@@ -251,7 +282,9 @@ ROWS = {
     "kernels.Routing": Row(
         lambda **parts: kernels.experts(draw(T, D), Routing(**parts), bank(), F.silu),
         lambda: routing()._asdict(),
-        lambda **parts: true_experts(draw(T, D), SimpleNamespace(**parts), bank(), F.silu),
+        lambda **parts: true_experts(
+            draw(T, D), SimpleNamespace(**parts), bank(), F.silu
+        ),
         more={
             "order": {"another": torch.arange(T * K), "less one": routing().order - 1},
             "counts": {"another": routing().counts.flip(0)},
@@ -342,7 +375,12 @@ ROWS = {
     ),
     "kernels.similarity.nearest_rows": Row(
         nearest_rows,
-        lambda: {"pool": draw(8, D), "shots": draw(3, D, seed=1), "count": 4, "impl": "torch"},
+        lambda: {
+            "pool": draw(8, D),
+            "shots": draw(3, D, seed=1),
+            "count": 4,
+            "impl": "torch",
+        },
         true_nearest,
     ),
     "kernels.similarity.duplicates": Row(

@@ -30,14 +30,23 @@ def _factors(seed, rank):
     layers = linears(host(), TARGETS)
     draw = lambda *shape: 0.5 * torch.randn(*shape, generator=generator)  # noqa: E731
     down = {path: draw(rank, layer.in_features) for path, layer in layers.items()}
-    return down, {path: draw(layer.out_features, rank) for path, layer in layers.items()}
+    return down, {
+        path: draw(layer.out_features, rank) for path, layer in layers.items()
+    }
 
 
 def lora(name="a", seed=0, rank=2, **changes):
     """A random LoRA on q and v of the host."""
     down, up = copy.deepcopy(_factors(seed, rank))
     return Lora(
-        **{"name": name, "rank": rank, "alpha": 4.0, "down": down, "up": up, "base": base()}
+        **{
+            "name": name,
+            "rank": rank,
+            "alpha": 4.0,
+            "down": down,
+            "up": up,
+            "base": base(),
+        }
         | changes
     )
 

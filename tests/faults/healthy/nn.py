@@ -37,7 +37,9 @@ def mlp():
 
 def router(**changes):
     return seeded(
-        lambda: nn.Router(**{"width": D, "experts": E, "top_k": K, "layer": 0, **changes})
+        lambda: nn.Router(
+            **{"width": D, "experts": E, "top_k": K, "layer": 0, **changes}
+        )
     )
 
 
@@ -74,7 +76,9 @@ def true_routed(
 ):
     if layer < 0 or x.dim() < 2 or not dtype.is_floating_point or top_k > experts:
         raise ValueError("router")
-    made = router(width=width, experts=experts, top_k=top_k, layer=layer, combine=combine)
+    made = router(
+        width=width, experts=experts, top_k=top_k, layer=layer, combine=combine
+    )
     return chosen(made, x.flatten(0, -2))
 
 
@@ -101,10 +105,15 @@ def true_split(x, frozen, chosen):
     if len({*chosen}) < len(chosen) or not {*chosen} <= {*range(E)}:
         raise ValueError("chosen")
     routing = kernels.route(draw(len(x), E, seed=9), K)
-    bank = frozen.gate_up_proj.detach().double().clone(), frozen.down_proj.detach().double()
+    bank = (
+        frozen.gate_up_proj.detach().double().clone(),
+        frozen.down_proj.detach().double(),
+    )
     bank[0][list(chosen)] += 1
     run, y = gated(*bank, F.silu), torch.zeros_like(x).double()
-    for token, (ids, gates) in enumerate(zip(routing.ids.tolist(), routing.weights, strict=True)):
+    for token, (ids, gates) in enumerate(
+        zip(routing.ids.tolist(), routing.weights, strict=True)
+    ):
         for expert, gate in zip(ids, gates.double(), strict=True):
             y[token] += gate * run(expert, x[token].double())
     return y
@@ -114,19 +123,27 @@ def adapters(h, **how):
     made = seeded(lambda: nn.Adapters(**how))
     made.up.data += 0.5
     made.eval()
-    return made(h, kernels.route(draw(len(h), how["experts"], seed=9), min(K, how["experts"])))
+    return made(
+        h, kernels.route(draw(len(h), how["experts"], seed=9), min(K, how["experts"]))
+    )
 
 
-def true_adapters(h, width, experts, adapter_width, scale, served_scale, dropout, down_init, dtype):
+def true_adapters(
+    h, width, experts, adapter_width, scale, served_scale, dropout, down_init, dtype
+):
     if not 0 <= dropout < 1 or not h.is_floating_point():
         raise ValueError("dropout")
     if down_init not in ("kaiming", "zero"):
         raise ValueError(down_init)
-    made = seeded(lambda: nn.Adapters(width, experts, adapter_width, down_init=down_init))
+    made = seeded(
+        lambda: nn.Adapters(width, experts, adapter_width, down_init=down_init)
+    )
     down, up = made.down.double(), made.up.double() + 0.5
     routing = kernels.route(draw(len(h), experts, seed=9), min(K, experts))
     y = h.double().clone()
-    for token, (ids, gates) in enumerate(zip(routing.ids.tolist(), routing.weights, strict=True)):
+    for token, (ids, gates) in enumerate(
+        zip(routing.ids.tolist(), routing.weights, strict=True)
+    ):
         for expert, gate in zip(ids, gates.double(), strict=True):
             row = F.gelu(h[token].double() @ down[expert]) @ up[expert]
             y[token] += float(served_scale) * gate * row
@@ -134,7 +151,9 @@ def true_adapters(h, width, experts, adapter_width, scale, served_scale, dropout
 
 
 def filled_adapters(**changes):
-    made = seeded(lambda: nn.Adapters(**{"width": D, "experts": E, "adapter_width": R, **changes}))
+    made = seeded(
+        lambda: nn.Adapters(**{"width": D, "experts": E, "adapter_width": R, **changes})
+    )
     made.up.data += 0.5
     return made.eval()
 
@@ -155,18 +174,26 @@ def layer():
 
 
 def lora_mixture(x, base_layer, router, down, up, scales, reads, dropout):
-    made = LoraMixture(base_layer, router, down, up, scales, reads=reads, dropout=dropout)
+    made = LoraMixture(
+        base_layer, router, down, up, scales, reads=reads, dropout=dropout
+    )
     return made.eval()(x)
 
 
 def true_lora_mixture(x, base_layer, router, down, up, scales, reads, dropout):
     if len(scales) != len(down) or reads != "layer" or not 0 <= dropout < 1:
         raise ValueError("scales")
-    if len(up) != len(down) or down.shape[1] != up.shape[2] or not all(s > 0 for s in scales):
+    if (
+        len(up) != len(down)
+        or down.shape[1] != up.shape[2]
+        or not all(s > 0 for s in scales)
+    ):
         raise ValueError("factors")
     gates, y = chosen(router, x), x.double() @ base_layer.weight.double().T
     for n, scale in enumerate(scales):
-        y = y + gates[..., n : n + 1] * scale * (x.double() @ down[n].double().T @ up[n].double().T)
+        y = y + gates[..., n : n + 1] * scale * (
+            x.double() @ down[n].double().T @ up[n].double().T
+        )
     return y
 
 
@@ -176,7 +203,9 @@ class Decoder(tnn.Module):
     def __init__(self):
         super().__init__()
         trace = nn.Trace()
-        self.routers = tnn.ModuleList(nn.Router(D, E, K, layer=n, trace=trace) for n in range(2))
+        self.routers = tnn.ModuleList(
+            nn.Router(D, E, K, layer=n, trace=trace) for n in range(2)
+        )
         trace.follow(self)
 
     def forward(self, x):
@@ -206,7 +235,9 @@ def true_balance(routers, attention_mask, first=False, form="live"):
 def watched(model, batch):
     """What the routers of a mixture decide, by layer."""
     gates = {n: layer.mlp.gate for n, layer in enumerate(model.model.layers)}
-    return {n: seen.real()[:4] for n, seen in nn.observe(model.model, gates, batch).items()}
+    return {
+        n: seen.real()[:4] for n, seen in nn.observe(model.model, gates, batch).items()
+    }
 
 
 def true_watched(model, batch):
@@ -230,14 +261,31 @@ ROUTER = {"width": D, "experts": E, "top_k": K, "layer": 0}
 ROWS = {
     "nn.Router": Row(
         routed,
-        lambda: {"x": draw(B, T, D), **ROUTER, "combine": "renormalised", "dtype": torch.float32},
+        lambda: {
+            "x": draw(B, T, D),
+            **ROUTER,
+            "combine": "renormalised",
+            "dtype": torch.float32,
+        },
         true_routed,
-        more={"dtype": {"whole": torch.int64, "complex": torch.complex64, "bool": torch.bool}},
+        more={
+            "dtype": {
+                "whole": torch.int64,
+                "complex": torch.complex64,
+                "bool": torch.bool,
+            }
+        },
     ),
-    "nn.Experts": Row(experts, lambda: {"x": draw(T, D), "mlp": mlp(), "experts": E}, true_experts),
+    "nn.Experts": Row(
+        experts, lambda: {"x": draw(T, D), "mlp": mlp(), "experts": E}, true_experts
+    ),
     "nn.ExpertMoE": Row(
         expert_moe,
-        lambda: {"x": draw(B, T, D), "router": router(), "experts": nn.Experts(mlp(), E)},
+        lambda: {
+            "x": draw(B, T, D),
+            "router": router(),
+            "experts": nn.Experts(mlp(), E),
+        },
         lambda x, router, experts: (
             mlp().double()(x.double())
             if router.weight.shape == (E, D) and len(experts.down_proj) == E
@@ -298,7 +346,9 @@ ROWS = {
             "dropout": 0.1,
         },
         true_lora_mixture,
-        more={"router": {"fewer": router(experts=N - 1), "narrow": router(width=D - 1)}},
+        more={
+            "router": {"fewer": router(experts=N - 1), "narrow": router(width=D - 1)}
+        },
         own={"x": "dtype"},
     ),
     "nn.balance": Row(
@@ -309,7 +359,9 @@ ROWS = {
             "form": "live",
         },
         true_balance,
-        more={"routers": {"never ran": [router(trace=nn.Trace())], "no trace": [router()]}},
+        more={
+            "routers": {"never ran": [router(trace=nn.Trace())], "no trace": [router()]}
+        },
     ),
     "nn.observe": Row(
         watched, lambda: {"model": hosts.sparse(), "batch": hosts.seen()}, true_watched
@@ -318,7 +370,9 @@ ROWS = {
         lambda model: [r.layer for r in nn.routers(model)],
         lambda: {"model": tnn.ModuleList(traced())},
     ),
-    "nn.evaluating": Row(lambda model: nn.evaluating(model).__enter__(), lambda: {"model": mlp()}),
+    "nn.evaluating": Row(
+        lambda model: nn.evaluating(model).__enter__(), lambda: {"model": mlp()}
+    ),
     "nn.hooked": Row(
         lambda modules: nn.hooked(modules, print).__enter__(),
         lambda: {"modules": {"a": mlp()}},

@@ -14,8 +14,12 @@ from moebook.methods.pesc import measuring
 from tests.faults.healthy import hosts
 from tests.faults.hostile import Row
 
-CONFIG = pesc.Config(experts=4, top_k=2, adapter_width=2, adapter_dropout=0.0, host="frozen")
-LORA = pesc.Config(experts=4, top_k=2, adapter_width=2, host="lora", lora_rank=2, lora_dropout=0.0)
+CONFIG = pesc.Config(
+    experts=4, top_k=2, adapter_width=2, adapter_dropout=0.0, host="frozen"
+)
+LORA = pesc.Config(
+    experts=4, top_k=2, adapter_width=2, host="lora", lora_rank=2, lora_dropout=0.0
+)
 CONFIGS = {
     "layers": pesc.Config(layers=(5,), host="frozen"),
     "trains the host": pesc.Config(host="full"),
@@ -71,7 +75,9 @@ def dense():
 
 
 def balance_loss(attention_mask, balance="live"):
-    return pesc.balance_loss(ran(moved(replace(CONFIG, balance=balance))), attention_mask)
+    return pesc.balance_loss(
+        ran(moved(replace(CONFIG, balance=balance))), attention_mask
+    )
 
 
 def true_balance(attention_mask):
@@ -137,12 +143,17 @@ def true_approximation(batches):
         known = {*labels.flatten().tolist()} <= {-100, *range(48)}
         if not ids.shape == labels.shape == mask.shape or not known or not ids.numel():
             raise ValueError("batch")
-        if not {*mask.flatten().tolist()} <= {0, 1} or not (labels[:, 1:] >= 0).any(1).all():
+        if (
+            not {*mask.flatten().tolist()} <= {0, 1}
+            or not (labels[:, 1:] >= 0).any(1).all()
+        ):
             raise ValueError("mask")
         found = []
         for model in (*_trio(), hosts.host()):
             said = model(input_ids=ids, attention_mask=mask).logits[:, :-1].double()
-            nats = F.cross_entropy(said.mT, labels[:, 1:], reduction="none", ignore_index=-100)
+            nats = F.cross_entropy(
+                said.mT, labels[:, 1:], reduction="none", ignore_index=-100
+            )
             found.append(nats.sum(1) / (labels[:, 1:] != -100).sum(1))
         rows.append(torch.stack(found))
     of_pesc, of_full, of_dense = torch.cat(rows, 1)
@@ -162,7 +173,10 @@ def true_counts(config, host):
 
 def cost(train, inputs, batch, lr):
     """Whether times and bytes of two arms come out."""
-    arms = pesc.prepare(hosts.host(), LORA, sparse=False), pesc.prepare(hosts.host(), LORA)
+    arms = (
+        pesc.prepare(hosts.host(), LORA, sparse=False),
+        pesc.prepare(hosts.host(), LORA),
+    )
     with patch.multiple(measuring, TURNS=1, STEPS=2):
         ratios, memory = pesc.cost(*arms, train, inputs, batch=batch, lr=lr, pad_id=2)
     return {"turns": len(ratios), "memory": memory}
@@ -193,7 +207,10 @@ ROWS = {
         saved_and_loaded,
         lambda: {"model": moved(), "folder": folder()},
         lambda model, folder: logits(moved()),
-        more={"model": {"dense": hosts.host()}, "folder": {"there": Path(tempfile.mkdtemp())}},
+        more={
+            "model": {"dense": hosts.host()},
+            "folder": {"there": Path(tempfile.mkdtemp())},
+        },
     ),
     "methods.pesc.load": Row(
         lambda model, folder: logits(pesc.load(model, folder)),
@@ -201,12 +218,16 @@ ROWS = {
         lambda model, folder: logits(moved()) if folder == saved() else None,
     ),
     "methods.pesc.trained": Row(
-        lambda model: len(pesc.trained(model, CONFIG)), lambda: {"model": moved()}, lambda model: 6
+        lambda model: len(pesc.trained(model, CONFIG)),
+        lambda: {"model": moved()},
+        lambda model: 6,
     ),
     "methods.pesc.adapter_norm": Row(
         pesc.adapter_norm,
         lambda: {"model": moved()},
-        lambda model: torch.stack([layer.mlp.adapters.up for layer in model.model.layers]).norm(),
+        lambda model: torch.stack(
+            [layer.mlp.adapters.up for layer in model.model.layers]
+        ).norm(),
         more={"model": {"dense": hosts.host()}},
     ),
     "methods.pesc.balance_loss": Row(
@@ -224,7 +245,9 @@ ROWS = {
     "methods.pesc.balance_loss of a dense model": Row(
         lambda attention_mask: pesc.balance_loss(ran(dense()), attention_mask),
         lambda: {"attention_mask": hosts.batch()["attention_mask"]},
-        lambda attention_mask: 0 if attention_mask.dim() == 2 and attention_mask.numel() else 1 / 0,
+        lambda attention_mask: (
+            0 if attention_mask.dim() == 2 and attention_mask.numel() else 1 / 0
+        ),
     ),
     "methods.pesc.balance_gradient": Row(
         lambda batch: pesc.balance_gradient(moved().train(), batch),
@@ -233,7 +256,10 @@ ROWS = {
         tolerance=1e-3,
     ),
     "methods.pesc.approximation_error": Row(
-        approximation, lambda: {"batches": [hosts.batch()]}, true_approximation, tolerance=1e-3
+        approximation,
+        lambda: {"batches": [hosts.batch()]},
+        true_approximation,
+        tolerance=1e-3,
     ),
     "methods.pesc.counts": Row(
         pesc.counts,
@@ -258,6 +284,8 @@ ROWS = {
     "methods.pesc.root": Row(
         pesc.root,
         lambda: {"base": "llama-2-13b", "mix": "idae-720k"},
-        lambda base, mix: "pesc" + "/13b" * ("13b" in base) + "/pro" * (mix == "idae-720k"),
+        lambda base, mix: (
+            "pesc" + "/13b" * ("13b" in base) + "/pro" * (mix == "idae-720k")
+        ),
     ),
 }

@@ -41,7 +41,9 @@ def rows(most=300, labels=True):
     """Encoded rows that the host knows."""
     torch.manual_seed(4)
     ids = [torch.randint(3, most, (5 + i % 4,)).tolist() for i in range(6)]
-    return Dataset.from_dict({"input_ids": ids, "labels": ids, "length": list(map(len, ids))})
+    return Dataset.from_dict(
+        {"input_ids": ids, "labels": ids, "length": list(map(len, ids))}
+    )
 
 
 def data():
@@ -84,7 +86,10 @@ def true_mixed(bank, weights, mix):
     right(*bank.values())
     if weights.shape != (len(bank),) or not weights.isfinite().all() or not bank:
         raise ValueError("weights")
-    if weights.dtype not in (torch.float16, torch.float32, torch.float64) or mix != "outputs":
+    if (
+        weights.dtype not in (torch.float16, torch.float32, torch.float64)
+        or mix != "outputs"
+    ):
         raise ValueError("weights")
     model = host()
     for weight, one in zip(weights.tolist(), bank.values(), strict=True):
@@ -127,7 +132,11 @@ def true_fisher(one, rows_, form):
         raise ValueError(form)
     total = {}
     for ids, labels in zip(rows_["input_ids"], rows_["labels"], strict=True):
-        if len(ids) != len(labels) or not {*ids, *labels} <= {-100, *range(300)} or len(ids) < 2:
+        if (
+            len(ids) != len(labels)
+            or not {*ids, *labels} <= {-100, *range(300)}
+            or len(ids) < 2
+        ):
             raise ValueError("row")
         model, deltas = host().requires_grad_(False), {}
         for path, down in one.down.items():
@@ -152,7 +161,9 @@ def true_alike(one, other, eps):
     cosines = []
     for name, left in one.items():
         second = other[name]
-        if left.shape != second.shape or not (left.isfinite().all() and second.isfinite().all()):
+        if left.shape != second.shape or not (
+            left.isfinite().all() and second.isfinite().all()
+        ):
             raise ValueError("shape")
         if (left.double() < 0).any() or (second.double() < 0).any():
             raise ValueError("no squares")
@@ -163,7 +174,10 @@ def true_alike(one, other, eps):
 
 
 def tasks(seed):
-    return {"l.A": drawn(R, D, seed=seed) ** 2, "l.B": drawn(OUT, R, seed=seed + 1) ** 2}
+    return {
+        "l.A": drawn(R, D, seed=seed) ** 2,
+        "l.B": drawn(OUT, R, seed=seed + 1) ** 2,
+    }
 
 
 def true_scores(x, vectors):
@@ -183,7 +197,9 @@ def tuned(module, config, settings=()):
 
     def call(bank, train, **recipe):
         model = host()
-        module.tuned(model, bank, Data(train, pad_id=2, sources=data().sources), config, **recipe)
+        module.tuned(
+            model, bank, Data(train, pad_id=2, sources=data().sources), config, **recipe
+        )
         return logits(model).isfinite().all()
 
     return Row(
@@ -191,7 +207,10 @@ def tuned(module, config, settings=()):
         lambda: {"bank": bank(), "train": rows(), **RECIPE},
         lambda **_: True,
         settings=("bank", "train", "batch", "steps", "warmup", *settings),
-        more={"bank": OTHER, "train": {"empty": rows().select([]), "unknown": rows(10**6)}},
+        more={
+            "bank": OTHER,
+            "train": {"empty": rows().select([]), "unknown": rows(10**6)},
+        },
     )
 
 
@@ -202,20 +221,34 @@ def attached_alone(one, learnt=False):
 @cache
 def saved(name):
     """The folder of a rival whose weights depend on the input."""
-    module = {"arrow": arrow, "smear": smear, "phatgoose": phatgoose, "mixlora": mixlora}[name]
+    module = {
+        "arrow": arrow,
+        "smear": smear,
+        "phatgoose": phatgoose,
+        "mixlora": mixlora,
+    }[name]
     how = {"top_k": 2} if name in ("arrow", "phatgoose") else {}
     how |= {"steps": 1} if name == "phatgoose" else {}
-    done = module.tuned(host(), bank(), data(), module.Config.preset("bank", **how), **RECIPE)
+    done = module.tuned(
+        host(), bank(), data(), module.Config.preset("bank", **how), **RECIPE
+    )
     return done.save(folder(name))
 
 
 def loaded(name):
-    module = {"arrow": arrow, "smear": smear, "phatgoose": phatgoose, "mixlora": mixlora}[name]
+    module = {
+        "arrow": arrow,
+        "smear": smear,
+        "phatgoose": phatgoose,
+        "mixlora": mixlora,
+    }[name]
     return Row(
         lambda model, folder: logits(module.load(model, folder).model).isfinite().all(),
         lambda: {"model": host(), "folder": saved(name)},
         lambda model, folder: True if folder == saved(name) else 1 / 0,
-        more={"model": {"other": hosts.host(vocab_size=300, hidden_size=12, head_dim=6)}},
+        more={
+            "model": {"other": hosts.host(vocab_size=300, hidden_size=12, head_dim=6)}
+        },
     )
 
 
@@ -252,23 +285,35 @@ ROWS = {
         },
     ),
     "methods.rivals.lorahub.folded": Row(
-        lorahub.folded, lambda: {"weights": np.array([0.5, -2.0, 1.7, 9.0])}, true_folded
+        lorahub.folded,
+        lambda: {"weights": np.array([0.5, -2.0, 1.7, 9.0])},
+        true_folded,
     ),
     "methods.rivals.mixing.merged": Row(
         mixed,
-        lambda: {"bank": bank(), "weights": torch.tensor([0.5, -0.2, 0.1]), "mix": "outputs"},
+        lambda: {
+            "bank": bank(),
+            "weights": torch.tensor([0.5, -0.2, 0.1]),
+            "mix": "outputs",
+        },
         true_mixed,
         settings=("bank", "mix"),
         tolerance=1e-3,
     ),
     "methods.rivals.mixing.fresh_like": Row(
-        lambda seed: [one.down for one in mixing.fresh_like(bank(), seed=seed).values()],
+        lambda seed: [
+            one.down for one in mixing.fresh_like(bank(), seed=seed).values()
+        ],
         lambda: {"seed": 0},
         fine={"seed": "zero | huge"},
     ),
     "methods.rivals.arrow.prototypes": Row(
         pointed,
-        lambda: {"down": drawn(N, R, D), "up": drawn(N, OUT, R, seed=1), "names": list("abc")},
+        lambda: {
+            "down": drawn(N, R, D),
+            "up": drawn(N, OUT, R, seed=1),
+            "names": list("abc"),
+        },
         true_pointed,
         tolerance=1e-3,
     ),
@@ -288,7 +333,13 @@ ROWS = {
         lambda: {"bank": {"a": lora()}, "train": {"a": rows()}},
         lambda bank, train: sorted({*bank}) if {*bank} <= {*train} else 1 / 0,
         settings=("bank", "train"),
-        more={"train": {"missing": {}, "unknown": {"a": rows(10**6)}, "empty": {"a": rows()[:0]}}},
+        more={
+            "train": {
+                "missing": {},
+                "unknown": {"a": rows(10**6)},
+                "empty": {"a": rows()[:0]},
+            }
+        },
     ),
     "methods.rivals.pi_tuning.similarity": Row(
         lambda one, other, eps: pi_tuning.similarity(one, other, eps=eps),
@@ -303,9 +354,9 @@ ROWS = {
     ),
     "methods.rivals.phatgoose.gates": Row(
         lambda seed: sorted(
-            phatgoose.gates(host(), {"a": lora()}, data(), phatgoose.Config(steps=1), seed=seed)[
-                "a"
-            ].vectors
+            phatgoose.gates(
+                host(), {"a": lora()}, data(), phatgoose.Config(steps=1), seed=seed
+            )["a"].vectors
         ),
         lambda: {"seed": 0},
         fine={"seed": "zero | huge"},
@@ -355,7 +406,10 @@ ROWS = {
         tolerance=1e-3,
     ),
     "methods.rivals.tuning.on_shots": Row(
-        on_shots, lambda: {"one": lora(), "train": rows()}, true_on_shots, settings=("one",)
+        on_shots,
+        lambda: {"one": lora(), "train": rows()},
+        true_on_shots,
+        settings=("one",),
     ),
     "methods.rivals.arrow.tuned": tuned(arrow, arrow.Config(top_k=2)),
     "methods.rivals.lorahub.tuned": tuned(lorahub, SEARCH, ("lr",)),
@@ -366,7 +420,9 @@ ROWS = {
     ),
     "methods.rivals.pi_tuning.tuned": tuned(pi_tuning, pi_tuning.Config()),
     "methods.rivals.poly.tuned": tuned(poly, poly.Config()),
-    "methods.rivals.rocket.tuned": tuned(mixture, mixture.Config(candidates=3, experts=3, top_k=2)),
+    "methods.rivals.rocket.tuned": tuned(
+        mixture, mixture.Config(candidates=3, experts=3, top_k=2)
+    ),
     "methods.rivals.smear.tuned": tuned(smear, smear.Config()),
     "methods.rivals.vanilla.tuned": tuned(vanilla, vanilla.Config.preset("random")),
     "methods.rivals.arrow.load": loaded("arrow"),

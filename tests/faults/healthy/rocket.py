@@ -36,7 +36,9 @@ from tests.faults.healthy.loras import host, logits, lora, merged, nats, right
 from tests.faults.healthy.pesc import folder
 from tests.faults.hostile import EVERY, Row
 
-CONFIG = rocket.Config(shots=2, candidates=3, experts=2, top_k=2, budget=3, threshold=0.9)
+CONFIG = rocket.Config(
+    shots=2, candidates=3, experts=2, top_k=2, budget=3, threshold=0.9
+)
 TWO = rocket.Config(candidates=2, experts=2, top_k=2, lora_dropout=0.0)
 
 
@@ -61,7 +63,9 @@ def numeric(*arrays):
     for array in arrays:
         if array.ndim != 2 or not array.size or array.dtype.kind != "f":
             raise ValueError("array")
-        if not np.isfinite(array).all() or not np.isfinite((array.astype(np.float32) ** 2).sum()):
+        if not np.isfinite(array).all() or not np.isfinite(
+            (array.astype(np.float32) ** 2).sum()
+        ):
             raise ValueError("NaN")
 
 
@@ -96,7 +100,11 @@ def chosen(shots, blocks, seed):
 
 def true_deduplicate(vectors, similarity, threshold, rule="standing"):
     numeric(vectors)
-    if similarity.shape != vectors.shape[:1] or not -1 <= threshold <= 1 or rule != "standing":
+    if (
+        similarity.shape != vectors.shape[:1]
+        or not -1 <= threshold <= 1
+        or rule != "standing"
+    ):
         raise ValueError("similarity")
     if not np.isfinite(similarity.astype(float)).all():
         raise ValueError("NaN")
@@ -112,21 +120,30 @@ def true_density(shots, block, gamma):
     if shots.shape[1] != block.shape[1] or not gamma > 0 or not math.isfinite(gamma):
         raise ValueError(gamma)
     apart = ((block[:, None].astype(float) - shots[None].astype(float)) ** 2).sum(-1)
-    kernel = np.exp(-apart / (2 * float(gamma) ** 2)) / (math.sqrt(2 * math.pi) * float(gamma))
+    kernel = np.exp(-apart / (2 * float(gamma) ** 2)) / (
+        math.sqrt(2 * math.pi) * float(gamma)
+    )
     return np.log(kernel.mean(1))
 
 
 def true_hull(shots, block, components):
     """By linear programming: whether a point is a mean of the corners."""
     of_rows(shots, block)
-    if shots.shape[1] != block.shape[1] or components != int(components) or components < 1:
+    if (
+        shots.shape[1] != block.shape[1]
+        or components != int(components)
+        or components < 1
+    ):
         raise ValueError(components)
     centre = shots.mean(0)
     axes = np.linalg.svd(shots - centre, full_matrices=False)[2][:components]
     corners, points = (shots - centre) @ axes.T, (block - centre) @ axes.T
     system = np.vstack([corners.T, np.ones(len(corners))])
     return np.array(
-        [linprog(np.zeros(len(corners)), A_eq=system, b_eq=[*p, 1]).success for p in points]
+        [
+            linprog(np.zeros(len(corners)), A_eq=system, b_eq=[*p, 1]).success
+            for p in points
+        ]
     )
 
 
@@ -197,7 +214,12 @@ def true_perplexities(model, bank, shots, reduction):
     for one in bank.values():
         tuned = merged(host(), one)
         found = [nats(tuned, row) for row in shots]
-        lines.append([float(part.mean() if reduction == "mean" else part.sum()) for part in found])
+        lines.append(
+            [
+                float(part.mean() if reduction == "mean" else part.sum())
+                for part in found
+            ]
+        )
     return np.array(lines)
 
 
@@ -231,9 +253,14 @@ def true_accuracies(model, bank, shots, limit):
         if max(map(len, contexts)) > 100:
             raise ValueError("too long")
         texts = true_answer(tuned, contexts, [(limit, ())] * len(shots), 4)
-        firsts = [(text.strip().splitlines() or [""])[0].removesuffix(".") for text in texts]
+        firsts = [
+            (text.strip().splitlines() or [""])[0].removesuffix(".") for text in texts
+        ]
         lines.append(
-            [" ".join(t.split()) == row["answer"] for t, row in zip(firsts, shots, strict=True)]
+            [
+                " ".join(t.split()) == row["answer"]
+                for t, row in zip(firsts, shots, strict=True)
+            ]
         )
     return np.array(lines)
 
@@ -241,7 +268,9 @@ def true_accuracies(model, bank, shots, limit):
 def measured():
     """Log-perplexities and whether shots are solved, of three LoRAs and two shots."""
     nats = pd.DataFrame([[1.0, 2.0], [0.5, 3.0], [2.0, 2.5]], index=list("abc"))
-    return nats, pd.DataFrame([[True, False], [False, False], [True, True]], index=list("abc"))
+    return nats, pd.DataFrame(
+        [[True, False], [False, False], [True, True]], index=list("abc")
+    )
 
 
 def true_scores(log_perplexities, accuracies):
@@ -293,7 +322,9 @@ def true_select(scores, similarities):
     value = [cells[pair] for pair in groups]
     omega = [1 / v if v > 0 else np.inf for v in value]
     ranks = rankdata([-o for o in omega], "min")
-    total = [worth[list(pair)].sum() + rank for pair, rank in zip(groups, ranks, strict=True)]
+    total = [
+        worth[list(pair)].sum() + rank for pair, rank in zip(groups, ranks, strict=True)
+    ]
     best = {names[n] for n in groups[int(np.argmin(total))]}
     order = sorted(range(3), key=lambda n: (worth[n], names[n]))
     return tuple(names[n] for n in order if names[n] in best)
@@ -307,12 +338,18 @@ def true_similarity(bank):
     rows = []
     for path in next(iter(bank.values())).down:
         flat = [
-            (one.up[path].double() @ one.down[path].double()).flatten() for one in bank.values()
+            (one.up[path].double() @ one.down[path].double()).flatten()
+            for one in bank.values()
         ]
         rows.append(
             torch.stack(
                 [
-                    torch.stack([torch.nn.functional.cosine_similarity(a, b, dim=0) for b in flat])
+                    torch.stack(
+                        [
+                            torch.nn.functional.cosine_similarity(a, b, dim=0)
+                            for b in flat
+                        ]
+                    )
                     for a in flat
                 ]
             )
@@ -321,7 +358,11 @@ def true_similarity(bank):
 
 
 def true_diversity(cosines, form="ordered"):
-    if cosines.ndim != 1 or not np.isfinite(cosines.astype(float)).all() or form != "ordered":
+    if (
+        cosines.ndim != 1
+        or not np.isfinite(cosines.astype(float)).all()
+        or form != "ordered"
+    ):
         raise ValueError(form)
     return np.array([1 / c if c > 0 else np.inf for c in cosines.astype(float)])
 
@@ -338,7 +379,10 @@ def true_expand(rows, order):
     for row in rows:
         if not row["rationale"].strip():
             raise ValueError("no rationale")
-    return [{**row, "answer": f"{row['answer']}\n{row['rationale'].strip()}"} for row in rows]
+    return [
+        {**row, "answer": f"{row['answer']}\n{row['rationale'].strip()}"}
+        for row in rows
+    ]
 
 
 def told():
@@ -393,7 +437,9 @@ def true_split(experts, mixture):
     every, anyone = experts.astype(bool).all(0), experts.astype(bool).any(0)
     mixed = anyone & ~every
     errors = (
-        1 - experts.astype(bool)[:, mixed].mean(1) if mixed.any() else np.full(len(experts), np.nan)
+        1 - experts.astype(bool)[:, mixed].mean(1)
+        if mixed.any()
+        else np.full(len(experts), np.nan)
     )
     whole = 1 - mixture.astype(bool)[mixed].mean() if mixed.any() else np.nan
     return {
@@ -494,7 +540,11 @@ SEEDS = "negative | zero | huge"
 ROWS = {
     "methods.rocket.augmentation.choose": Row(
         chosen,
-        lambda: {"shots": drawn(2), "blocks": [drawn(5, seed=1), drawn(4, seed=2)], "seed": 0},
+        lambda: {
+            "shots": drawn(2),
+            "blocks": [drawn(5, seed=1), drawn(4, seed=2)],
+            "seed": 0,
+        },
         true_choose,
         fine={"seed": "zero | huge"},
     ),
@@ -516,8 +566,14 @@ ROWS = {
         true_deduplicate,
     ),
     "methods.rocket.augmentation.draw": Row(
-        lambda shots, blocks, budget: augmentation.draw(shots, blocks, CONFIG, budget, 0),
-        lambda: {"shots": drawn(2), "blocks": [drawn(5, seed=1), drawn(4, seed=2)], "budget": 3},
+        lambda shots, blocks, budget: augmentation.draw(
+            shots, blocks, CONFIG, budget, 0
+        ),
+        lambda: {
+            "shots": drawn(2),
+            "blocks": [drawn(5, seed=1), drawn(4, seed=2)],
+            "budget": 3,
+        },
         true_drawn,
     ),
     "methods.rocket.augmentation.log_density": Row(
@@ -552,7 +608,9 @@ ROWS = {
         lambda folder, model: sorted(bank.read(folder, model)),
         lambda: {"folder": written(), "model": host()},
         lambda folder, model: list("abc") if folder == written() else 1 / 0,
-        more={"model": {"other": hosts.host(vocab_size=300, hidden_size=12, head_dim=6)}},
+        more={
+            "model": {"other": hosts.host(vocab_size=300, hidden_size=12, head_dim=6)}
+        },
     ),
     "methods.rocket.bank.load": Row(
         lambda names: sorted(bank.load(host(), byte(), written(), names=names)),
@@ -601,7 +659,9 @@ ROWS = {
     "methods.rocket.bank.guarded": Row(
         lambda rows, task: sorted(bank.guarded(made(), rows, task=task)),
         lambda: {"rows": shots(), "task": "sums"},
-        lambda rows, task: [row["prompt"] for row in rows][:0] + sorted({*"abc"} - {task}),
+        lambda rows, task: (
+            [row["prompt"] for row in rows][:0] + sorted({*"abc"} - {task})
+        ),
     ),
     "methods.rocket.bank.embedded": Row(
         lambda size, seed, names: {
@@ -620,7 +680,9 @@ ROWS = {
         several=("names",),
     ),
     "methods.rocket.bank.open_data": Row(
-        lambda sets, size, source: len(bank.open_data(sets, size, source, bank.NOWHERE)),
+        lambda sets, size, source: len(
+            bank.open_data(sets, size, source, bank.NOWHERE)
+        ),
         lambda: {"sets": "gsm8k", "size": 2, "source": "embedded"},
         settings=("sets", "source", "size"),
         more={
@@ -649,7 +711,9 @@ ROWS = {
         settings=("ranks",),
     ),
     "methods.rocket.findings.repeated": Row(
-        lambda tables: {t: part.correct for t, part in findings.repeated(tables).items()},
+        lambda tables: {
+            t: part.correct for t, part in findings.repeated(tables).items()
+        },
         lambda: {"tables": {"gcd": [table(), table()]}},
         lambda tables: {target: true_repeated(some) for target, some in tables.items()},
     ),
@@ -664,7 +728,10 @@ ROWS = {
     ),
     "methods.rocket.findings.untuned": Row(
         lambda model, bank, tasks, limit: {
-            n: len(t) for n, t in findings.untuned(model, byte(), bank, tasks, limit=limit).items()
+            n: len(t)
+            for n, t in findings.untuned(
+                model, byte(), bank, tasks, limit=limit
+            ).items()
         },
         lambda: {"model": host(), "bank": {"a": lora()}, "tasks": ["gcd"], "limit": 1},
         settings=("bank", "tasks"),
@@ -672,7 +739,9 @@ ROWS = {
         more={"model": {"nan": spoilt()}},
     ),
     "methods.rocket.findings.alone": Row(
-        lambda model, task, limit: findings.alone(model, byte(), task, limit=limit).shape,
+        lambda model, task, limit: (
+            findings.alone(model, byte(), task, limit=limit).shape
+        ),
         lambda: {"model": mixed(), "task": "gcd", "limit": 1},
         settings=("task",),
         fine={"limit": "huge"},
@@ -693,7 +762,10 @@ ROWS = {
         ),
         lambda: {"rank": 2, "alpha": 4.0, "down": lora().down, "up": lora().up},
         lambda rank, alpha, down, up: logits(
-            merged(host(), SimpleNamespace(rank=rank, alpha=alpha, down=down, up=up, base=None))
+            merged(
+                host(),
+                SimpleNamespace(rank=rank, alpha=alpha, down=down, up=up, base=None),
+            )
         ),
     ),
     "methods.rocket.loras.linears": Row(
@@ -739,7 +811,9 @@ ROWS = {
         lambda: {"model": host(), "loras": [lora("a"), lora("a")], "config": TWO},
         true_built,
         settings=("config", "loras"),
-        more={"loras": {"one": [lora()], "empty": [], "other": [lora(base="0" * 64)] * 2}},
+        more={
+            "loras": {"one": [lora()], "empty": [], "other": [lora(base="0" * 64)] * 2}
+        },
     ),
     "methods.rocket.save": Row(
         lambda model, folder: logits(rocket.load(host(), rocket.save(model, folder))),
@@ -767,7 +841,9 @@ ROWS = {
     "methods.rocket.mixture.only": Row(
         only,
         lambda: {"model": mixed(), "expert": "b"},
-        lambda model, expert: logits(merged(host(), {"a": lora("a"), "b": lora("b", 1)}[expert])),
+        lambda model, expert: logits(
+            merged(host(), {"a": lora("a"), "b": lora("b", 1)}[expert])
+        ),
         tolerance=1e-3,
     ),
     "methods.rocket.pipeline.arms": Row(
@@ -787,7 +863,14 @@ ROWS = {
     "methods.rocket.pipeline.score_bank": Row(
         lambda annotated, seed: (
             pipeline.score_bank(
-                host(), byte(), made(), Embedder(), annotated, CONFIG, task="sums", seed=seed
+                host(),
+                byte(),
+                made(),
+                Embedder(),
+                annotated,
+                CONFIG,
+                task="sums",
+                seed=seed,
             ).plain.shape
         ),
         lambda: {"annotated": told(), "seed": 0},
@@ -801,12 +884,16 @@ ROWS = {
         },
     ),
     "methods.rocket.pipeline.experts": Row(
-        lambda bank, best: pipeline.experts(case(), pipeline.Arm(config=CONFIG), bank, best=best),
+        lambda bank, best: pipeline.experts(
+            case(), pipeline.Arm(config=CONFIG), bank, best=best
+        ),
         lambda: {"bank": list("abc"), "best": "a"},
         fine={"best": EVERY, "bank": "long"},
     ),
     "methods.rocket.pipeline.selected": Row(
-        lambda bank: pipeline.selected(case(), pipeline.Arm(config=CONFIG), bank).experts,
+        lambda bank: (
+            pipeline.selected(case(), pipeline.Arm(config=CONFIG), bank).experts
+        ),
         lambda: {"bank": list("abc")},
         fine={"bank": "long"},
     ),
@@ -827,7 +914,12 @@ ROWS = {
             "steps": 1,
             "batch": 2,
         },
-        fine={"seed": "zero | huge", "max_length": "huge", "batch": "huge", "chosen": EVERY},
+        fine={
+            "seed": "zero | huge",
+            "max_length": "huge",
+            "batch": "huge",
+            "chosen": EVERY,
+        },
         settings=("loras",),
     ),
     "methods.rocket.scoring.draw": Row(
@@ -842,10 +934,17 @@ ROWS = {
         true_expand,
     ),
     "methods.rocket.scoring.write_rationales": Row(
-        lambda rows, order: len(scoring.write_rationales(rows, wide(), byte(), order=order)),
+        lambda rows, order: len(
+            scoring.write_rationales(rows, wide(), byte(), order=order)
+        ),
         lambda: {"rows": shots(), "order": "answer_first"},
         settings=("rows",),
-        more={"rows": {"no prompt": [{"answer": "1"}], "a number": [{"prompt": "1", "answer": 1}]}},
+        more={
+            "rows": {
+                "no prompt": [{"answer": "1"}],
+                "a number": [{"prompt": "1", "answer": 1}],
+            }
+        },
     ),
     "methods.rocket.scoring.generate": Row(
         generated,
@@ -855,7 +954,12 @@ ROWS = {
     ),
     "methods.rocket.scoring.log_perplexity": Row(
         perplexities,
-        lambda: {"model": host(), "bank": made(), "shots": shots(), "reduction": "mean"},
+        lambda: {
+            "model": host(),
+            "bank": made(),
+            "shots": shots(),
+            "reduction": "mean",
+        },
         true_perplexities,
         tolerance=1e-3,
         settings=("bank",),
@@ -896,7 +1000,9 @@ ROWS = {
         true_diversity,
     ),
     "methods.rocket.selection.select": Row(
-        lambda scores, similarities: selection.select(scores, similarities, CONFIG).experts,
+        lambda scores, similarities: (
+            selection.select(scores, similarities, CONFIG).experts
+        ),
         lambda: {"scores": scored(), "similarities": alike()},
         true_select,
     ),
@@ -907,7 +1013,9 @@ ROWS = {
         fine={"seed": "zero | huge", "to": "missing", "shots": "zero"},
     ),
     "methods.rocket.shards.read": Row(
-        shards.read, lambda: {"folder": opened(), "index": np.array([7, 0, 3])}, true_read
+        shards.read,
+        lambda: {"folder": opened(), "index": np.array([7, 0, 3])},
+        true_read,
     ),
 }
 

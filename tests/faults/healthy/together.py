@@ -79,7 +79,10 @@ def true_dealt(nats, experts):
     for shot, least in enumerate(best):
         owner = next(name for name in experts if lines[name][shot] == least)
         dealt[owner].append(shot)
-    return {name: shots or [int(np.argmin(lines[name] - best))] for name, shots in dealt.items()}
+    return {
+        name: shots or [int(np.argmin(lines[name] - best))]
+        for name, shots in dealt.items()
+    }
 
 
 def down_lora(name="a", seed=0):
@@ -88,7 +91,11 @@ def down_lora(name="a", seed=0):
     paths = [f"model.layers.{n}.mlp.down_proj" for n in range(L)]
     down = {path: torch.randn(2, 12, generator=generator) for path in paths}
     return Lora(
-        name, 2, 4.0, down, {path: torch.randn(D, 2, generator=generator) for path in paths}
+        name,
+        2,
+        4.0,
+        down,
+        {path: torch.randn(D, 2, generator=generator) for path in paths},
     )
 
 
@@ -142,7 +149,9 @@ ROWS = {
     ),
     "together.combining.beside_experts": Row(
         lambda experts, top_k, width: logits(
-            combining.beside_experts(hosts.sparse(), experts=experts, top_k=top_k, width=width)
+            combining.beside_experts(
+                hosts.sparse(), experts=experts, top_k=top_k, width=width
+            )
         ),
         lambda: {"experts": 4, "top_k": 2, "width": 2},
         lambda experts, top_k, width: logits(hosts.sparse()),
@@ -155,7 +164,9 @@ ROWS = {
         fine={"seed": "negative | zero | huge", "length": "huge"},
     ),
     "together.forgotten": Row(
-        lambda plain, pad_id: together.forgotten(hosts.host(), hosts.host(), plain, pad_id=pad_id),
+        lambda plain, pad_id: together.forgotten(
+            hosts.host(), hosts.host(), plain, pad_id=pad_id
+        ),
         lambda: {"plain": hosts.rows(), "pad_id": 2},
         lambda plain, pad_id: 0 * true_nats(hosts.host(), plain, pad_id, 32),
     ),

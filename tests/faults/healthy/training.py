@@ -15,7 +15,11 @@ from tests.faults.hostile import EVERY, Row
 def fit(train, **recipe):
     """What a short training comes to, without its times."""
     history = training.fit(hosts.host(), train, **recipe)
-    return {"step": history.step, "loss": history.loss, "milestones": history.milestones}
+    return {
+        "step": history.step,
+        "loss": history.loss,
+        "milestones": history.milestones,
+    }
 
 
 def folder():
@@ -38,7 +42,11 @@ def pairs(rows):
 
 
 def true_nats(model, rows, pad_id, batch):
-    if not isinstance(pad_id, int) or not 0 <= pad_id < 48 or not isinstance(batch, int):
+    if (
+        not isinstance(pad_id, int)
+        or not 0 <= pad_id < 48
+        or not isinstance(batch, int)
+    ):
         raise ValueError(pad_id)
     if batch < 1:
         raise ValueError(batch)

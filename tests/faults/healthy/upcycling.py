@@ -89,14 +89,22 @@ def true_batched(rows, size, pad_id):
         rest = [longest - len(ids) for ids, _ in part]
         found.append(
             {
-                "input_ids": [ids + [pad_id] * n for (ids, _), n in zip(part, rest, strict=True)],
-                "attention_mask": [
-                    [1] * len(ids) + [0] * n for (ids, _), n in zip(part, rest, strict=True)
+                "input_ids": [
+                    ids + [pad_id] * n for (ids, _), n in zip(part, rest, strict=True)
                 ],
-                "labels": [labels + [-100] * n for (_, labels), n in zip(part, rest, strict=True)],
+                "attention_mask": [
+                    [1] * len(ids) + [0] * n
+                    for (ids, _), n in zip(part, rest, strict=True)
+                ],
+                "labels": [
+                    labels + [-100] * n
+                    for (_, labels), n in zip(part, rest, strict=True)
+                ],
             }
         )
-    return [{name: torch.tensor(part) for name, part in batch.items()} for batch in found]
+    return [
+        {name: torch.tensor(part) for name, part in batch.items()} for batch in found
+    ]
 
 
 def collected(model, tasks, tensor, limit, tokens, share, seed):
@@ -123,7 +131,13 @@ def true_collected(model, tasks, tensor, limit, tokens, share, seed):
     """What attention puts out for every real token, in order."""
     if (tensor, tokens, share) != ("attention_output", "each", 1.0) or not tasks:
         raise ValueError(tensor)
-    if limit != int(limit) or limit < 1 or limit > 10**6 or not isinstance(seed, int) or seed < 0:
+    if (
+        limit != int(limit)
+        or limit < 1
+        or limit > 10**6
+        or not isinstance(seed, int)
+        or seed < 0
+    ):
         raise ValueError(limit)
     points, labels = [[], []], []
     for number, batches in enumerate(tasks.values()):
@@ -159,7 +173,11 @@ def true_hardest(model, tasks, share, pad_id):
             ):
                 raise ValueError("row")
             said = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
-            scores.append(float(F.cross_entropy(said, torch.tensor(labels[1:]), ignore_index=-100)))
+            scores.append(
+                float(
+                    F.cross_entropy(said, torch.tensor(labels[1:]), ignore_index=-100)
+                )
+            )
         count = int(share * len(scores) + 1e-9)
         if not count or not all(np.isfinite(scores)):
             raise ValueError("too few")
@@ -179,7 +197,9 @@ def clouds(texts, tensor, max_length, seed):
 
 def prompted(model, rows, experts, mode, max_length):
     how = {"mode": mode, "max_length": max_length}
-    return upcycling.prompted(model, tokens.byte_tokenizer(), rows, experts, **how).weights
+    return upcycling.prompted(
+        model, tokens.byte_tokenizer(), rows, experts, **how
+    ).weights
 
 
 def su(experts, kind, seed):
@@ -189,13 +209,25 @@ def su(experts, kind, seed):
 def right(states):
     """Whether representations are whole."""
     shape = states.points.shape
-    if len(shape) != 3 or states.labels.shape != shape[1:2] or not states.points.isfinite().all():
+    if (
+        len(shape) != 3
+        or states.labels.shape != shape[1:2]
+        or not states.points.isfinite().all()
+    ):
         raise ValueError("points")
-    if states.labels.dtype not in (torch.int64, torch.int32) or not states.points.numel():
+    if (
+        states.labels.dtype not in (torch.int64, torch.int32)
+        or not states.points.numel()
+    ):
         raise ValueError("labels")
-    if not {*states.labels.tolist()} <= {*range(len(states.tasks))} or not all(states.tasks):
+    if not {*states.labels.tolist()} <= {*range(len(states.tasks))} or not all(
+        states.tasks
+    ):
         raise ValueError("labels")
-    if len({*states.tasks}) < len(states.tasks) or not states.points.is_floating_point():
+    if (
+        len({*states.tasks}) < len(states.tasks)
+        or not states.points.is_floating_point()
+    ):
         raise ValueError("tasks")
     return states
 
@@ -204,7 +236,9 @@ def true_trsu(states, seed):
     right(states)
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(seed)
-    groups = [states.points.double()[:, states.labels == n] for n in range(len(states.tasks))]
+    groups = [
+        states.points.double()[:, states.labels == n] for n in range(len(states.tasks))
+    ]
     if not all(group.shape[1] for group in groups):
         raise ValueError("no points")
     return torch.stack([group.mean(1) for group in groups], 1)
@@ -235,11 +269,18 @@ def true_scaled(start, scale, inputs):
     """The logits of the inputs then spread by 1."""
     right(inputs)
     weights = start.weights.double()
-    if scale != "matched" or inputs.tensor != "ffn_input" or not weights.isfinite().all():
+    if (
+        scale != "matched"
+        or inputs.tensor != "ffn_input"
+        or not weights.isfinite().all()
+    ):
         raise ValueError(scale)
     if start.base not in (None, inputs.base) or not start.weights.is_floating_point():
         raise ValueError("base")
-    if weights.shape[0] != inputs.points.shape[0] or weights.shape[2] != inputs.points.shape[2]:
+    if (
+        weights.shape[0] != inputs.points.shape[0]
+        or weights.shape[2] != inputs.points.shape[2]
+    ):
         raise ValueError("shape")
     rows = []
     for points, weight in zip(inputs.points.double(), weights, strict=True):
@@ -262,7 +303,12 @@ def small():
 def true_prompted(model, rows, experts, mode, max_length):
     """Each expert the unit vector of its prompt's last token, as each layer reads it."""
     tokenizer, tasks = tokens.byte_tokenizer(), sorted({row["task"] for row in rows})
-    if mode != "hidden" or experts != len(tasks) or max_length < 1 or max_length != int(max_length):
+    if (
+        mode != "hidden"
+        or experts != len(tasks)
+        or max_length < 1
+        or max_length != int(max_length)
+    ):
         raise ValueError(mode)
     layers = [[] for _ in range(L)]
     for task in tasks:
@@ -270,13 +316,15 @@ def true_prompted(model, rows, experts, mode, max_length):
         for row in rows:
             if row["task"] != task:
                 continue
-            ids = tokenizer(tokenizer.bos_token + row["prompt"], add_special_tokens=False)[
-                "input_ids"
-            ]
+            ids = tokenizer(
+                tokenizer.bos_token + row["prompt"], add_special_tokens=False
+            )["input_ids"]
             ids = ids[:max_length]
             if len(ids) < 2:
                 raise ValueError("no tokens")
-            states = model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
+            states = model(
+                input_ids=torch.tensor([ids]), output_hidden_states=True
+            ).hidden_states
             for n in range(L):
                 last[n].append(states[n][0, -1])
         for n in range(L):
@@ -298,7 +346,9 @@ def true_step_zero(starts, batch):
             for one in starts.values():
                 if one.weights.shape[::2] != (L, D):
                     raise ValueError("start")
-                config = upcycling.Config(experts=one.weights.shape[1], top_k=k, combine=rule)
+                config = upcycling.Config(
+                    experts=one.weights.shape[1], top_k=k, combine=rule
+                )
                 model = upcycling.upcycle(hosts.host(), config, one)
                 found.append(float(true_loss(model, batch)) - dense)
     return np.array(found)
@@ -313,9 +363,16 @@ def true_balance(attention_mask):
     real = attention_mask[:, -5:].flatten().bool()
     for layer in model.model.layers:
         decision = layer.mlp.router.trace.decisions[layer.mlp.router.layer]
-        ids, share = decision.ids[real][:, 0], decision.logits[real].double().softmax(-1)
+        ids, share = (
+            decision.ids[real][:, 0],
+            decision.logits[real].double().softmax(-1),
+        )
         count = max(len(ids), 1)
-        total = total + 4 * (torch.bincount(ids, minlength=4) / count * share.sum(0) / count).sum()
+        total = (
+            total
+            + 4
+            * (torch.bincount(ids, minlength=4) / count * share.sum(0) / count).sum()
+        )
     return 0.01 * total
 
 
@@ -339,7 +396,9 @@ ROWS = {
         tolerance=1e-3,
     ),
     "methods.upcycling.save": Row(
-        lambda model, folder: logits(upcycling.load(hosts.host(), upcycling.save(model, folder))),
+        lambda model, folder: logits(
+            upcycling.load(hosts.host(), upcycling.save(model, folder))
+        ),
         lambda: {"model": upcycled(), "folder": folder()},
         lambda model, folder: logits(upcycled()),
         more={"model": {"dense": hosts.host()}},
@@ -390,7 +449,12 @@ ROWS = {
     ),
     "methods.upcycling.hardest": Row(
         hardest,
-        lambda: {"model": hosts.host(), "tasks": {"a": hosts.rows()}, "share": 0.5, "pad_id": 2},
+        lambda: {
+            "model": hosts.host(),
+            "tasks": {"a": hosts.rows()},
+            "share": 0.5,
+            "pad_id": 2,
+        },
         true_hardest,
     ),
     "methods.upcycling.trsu": Row(
@@ -405,7 +469,9 @@ ROWS = {
         settings=("states",),
     ),
     "methods.upcycling.crsu": Row(
-        lambda states, experts, seed: ordered(upcycling.crsu(states, experts, seed=seed)),
+        lambda states, experts, seed: ordered(
+            upcycling.crsu(states, experts, seed=seed)
+        ),
         lambda: {"states": states(), "experts": 2, "seed": 0},
         true_crsu,
         tolerance=1e-3,
@@ -423,13 +489,17 @@ ROWS = {
         tolerance=1e-3,
     ),
     "methods.upcycling.scaled": Row(
-        lambda start, scale, inputs: upcycling.scaled(start, scale, inputs=inputs).weights,
+        lambda start, scale, inputs: (
+            upcycling.scaled(start, scale, inputs=inputs).weights
+        ),
         lambda: {"start": start(), "scale": "matched", "inputs": states("ffn_input")},
         true_scaled,
         tolerance=1e-3,
     ),
     "methods.upcycling.su": Row(
-        su, lambda: {"experts": 3, "kind": "normal", "seed": 0}, fine={"seed": "zero | huge"}
+        su,
+        lambda: {"experts": 3, "kind": "normal", "seed": 0},
+        fine={"seed": "zero | huge"},
     ),
     "methods.upcycling.balance_loss": Row(
         balance_loss,

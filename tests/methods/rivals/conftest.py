@@ -18,7 +18,9 @@ def peft(base, tmp_path):
                 host = PeftModel.from_pretrained(base(), folder, adapter_name=lora.name)
             else:
                 host.load_adapter(folder, lora.name)
-        host.add_weighted_adapter(list(bank), weights, "mixed", combination_type=way, **more)
+        host.add_weighted_adapter(
+            list(bank), weights, "mixed", combination_type=way, **more
+        )
         host.set_adapter("mixed")
         return host
 

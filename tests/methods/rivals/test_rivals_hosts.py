@@ -16,7 +16,7 @@ from moebook.methods.rivals import (
     pi_tuning,
     poly,
     smear,
-)  # fmt: skip
+)
 from moebook.methods.rivals.tuning import Data
 from moebook.models.checkpoint import fingerprint
 
@@ -45,11 +45,16 @@ def test_it_trains_generates_and_loads_and_leaves_the_base(
     few = rows.select(range(6))
     data = Data(few, chosen=few, sources=dict.fromkeys(bank, few))
     config = module.Config.preset("bank", **changes)
-    done = module.tuned(model, bank, data, config, steps=2, batch=4, lr=1e-2, warmup=0.0)
+    done = module.tuned(
+        model, bank, data, config, steps=2, batch=4, lr=1e-2, warmup=0.0
+    )
     logits = model(**batch).logits
     searched = rival == "lorahub"  # which may find nothing better than the base
     assert searched or not torch.allclose(logits, plain, atol=1e-2)
-    prompt = {"input_ids": batch["input_ids"][:1], "attention_mask": batch["attention_mask"][:1]}
+    prompt = {
+        "input_ids": batch["input_ids"][:1],
+        "attention_mask": batch["attention_mask"][:1],
+    }
     with smear.prompted(done, 9) if module is smear else nullcontext():
         texts = [
             model.generate(**prompt, max_new_tokens=6, do_sample=False, use_cache=cache)
@@ -57,7 +62,9 @@ def test_it_trains_generates_and_loads_and_leaves_the_base(
         ]
     assert torch.equal(*texts) and texts[0].shape[1] > 9
     folder = done.save(tmp_path / "saved")
-    assert fingerprint(done.detach()) == before and torch.equal(model(**batch).logits, plain)
+    assert fingerprint(done.detach()) == before and torch.equal(
+        model(**batch).logits, plain
+    )
     if (folder / "adapter_config.json").exists():
         loaded = PeftModel.from_pretrained(copy.deepcopy(model), folder)(**batch).logits
         torch.testing.assert_close(loaded, logits, rtol=1e-4, atol=1e-4)

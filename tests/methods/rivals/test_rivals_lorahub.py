@@ -44,7 +44,10 @@ def test_the_first_probes_are_the_base_and_one_coordinate_after_another():
     ours, best = points(8)
     assert len(ours) == 40 and not ours[0].any() and np.abs(ours).max() <= 1.5
     moved = np.diff(ours[:9], axis=0)
-    assert np.abs(ours[1:9]).max() == 0.5 and (np.count_nonzero(ours[1:9], axis=1) <= 8).all()
+    assert (
+        np.abs(ours[1:9]).max() == 0.5
+        and (np.count_nonzero(ours[1:9], axis=1) <= 8).all()
+    )
     assert set(np.abs(moved[moved != 0])) == {0.5}
     assert bowl(best) == min(map(bowl, ours)) and (points(8)[0] == ours).all()
     assert lorahub.folded(np.array([1.6, -1.7, 5.0, 0.3])).tolist() == pytest.approx(
@@ -57,7 +60,11 @@ def test_cma_is_nevergrads_where_installed():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ours, best = points(4, optimiser="cma", budget=200)
-    assert len(ours) == 200 and bowl(best) < bowl(np.zeros(4)) and np.abs(ours).max() <= 1.5
+    assert (
+        len(ours) == 200
+        and bowl(best) < bowl(np.zeros(4))
+        and np.abs(ours).max() <= 1.5
+    )
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Gemma2"])
@@ -65,19 +72,29 @@ def test_it_finds_no_worse_than_the_base_and_ends_as_one_lora(
     family, host, rows, make_bank, tmp_path
 ):
     model = host(family)
-    before, bank, data = fingerprint(model), make_bank(model, 3), tuning.Data(rows.select(range(6)))
+    before, bank, data = (
+        fingerprint(model),
+        make_bank(model, 3),
+        tuning.Data(rows.select(range(6))),
+    )
     plain = training.nats(model, data.rows)
     tuned = lorahub.tuned(model, bank, data, lorahub.Config(budget=6))
     assert min(tuned.history.loss) <= tuned.history.loss[0] == pytest.approx(plain)
     w = tuned.weights()["model.layers.0.self_attn.q_proj"]
     nats = training.nats(model, data.rows)
-    assert nats + 0.05 * w.abs().mean() == pytest.approx(min(tuned.history.loss), rel=1e-5)
+    assert nats + 0.05 * w.abs().mean() == pytest.approx(
+        min(tuned.history.loss), rel=1e-5
+    )
     folder = tuned.save(tmp_path / "hub")
     assert fingerprint(tuned.detach()) == before
     with rocket.loras.attached(model, [rocket.loras.read(folder, model, before)]):
         assert training.nats(model, data.rows) == pytest.approx(nats, rel=1e-5)
     tokens = 6 * sum(map(len, data.rows["input_ids"]))
-    assert (tuned.cost.trained, tuned.cost.forward, tuned.cost.backward) == (3, tokens, 0)
+    assert (tuned.cost.trained, tuned.cost.forward, tuned.cost.backward) == (
+        3,
+        tokens,
+        0,
+    )
 
 
 @pytest.mark.parametrize("preset", lorahub.Config.PRESETS)
@@ -85,7 +102,9 @@ def test_losses_of_the_presets_by_hand_and_the_model_at_one_hot(
     preset, model, rows, make_bank, monkeypatch
 ):
     values, w = [], np.array([0.5, -1, 0])
-    monkeypatch.setattr(lorahub, "search", lambda f, *_, **__: values.append(f(w)) or -w)
+    monkeypatch.setattr(
+        lorahub, "search", lambda f, *_, **__: values.append(f(w)) or -w
+    )
     config = lorahub.Config.preset(preset, experts=3, optimiser="cobyla")
     bank = make_bank(model, 3)
     tuned = lorahub.tuned(model, bank, tuning.Data(rows), config)
@@ -94,7 +113,9 @@ def test_losses_of_the_presets_by_hand_and_the_model_at_one_hot(
     penalised = {"bank": nats + 0.05 * 0.5, "released": nats / 5 + 0.05 * 0.5}
     assert values == pytest.approx([penalised.get(preset, nats + 0.05 * 1.5)], rel=1e-5)
     with torch.no_grad():
-        tuned.parts["model.layers.0.self_attn.q_proj"].weigh.weights.copy_(torch.eye(3)[1])
+        tuned.parts["model.layers.0.self_attn.q_proj"].weigh.weights.copy_(
+            torch.eye(3)[1]
+        )
     alone = training.nats(model, seen)
     tuned.detach()
     with rocket.loras.attached(model, [bank[tuned.origin.names[1]]]):

@@ -22,7 +22,9 @@ def test_the_sum_is_pefts_linear_by_squares_and_a_lone_kind_is_itself(
     bank, data = make_bank(model, 3), tuning.Data(rows)
     theirs = peft(bank, "linear", [1 / 9] * 3)
     tuned = pems.tuned(model, bank, data, pems.Config.preset("paper"))
-    torch.testing.assert_close(model(**batch).logits, theirs(**batch).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(**batch).logits, theirs(**batch).logits, rtol=1e-4, atol=1e-4
+    )
     assert tuned.cost == tuning.Cost() and tuned.detach()
     alike = {name: replace(bank["a"], name=name) for name in bank}
     merged = mixing.merged(alike, torch.ones(3) / 3, mix="factors")
@@ -36,7 +38,9 @@ def test_validation_takes_the_share_with_the_least_nats(model, rows, make_bank):
         config = pems.Config.preset("released", mix=mix, grid=0.25)
         tuned = pems.tuned(model, bank, tuning.Data(few), config)
         found = training.nats(model, few)
-        assert tuned.cost.forward == 5 * sum(map(len, few["input_ids"])) and tuned.detach()
+        assert (
+            tuned.cost.forward == 5 * sum(map(len, few["input_ids"])) and tuned.detach()
+        )
         tried = []
         for share in (0, 0.25, 0.5, 0.75, 1):
             one = mixing.merged(bank, torch.tensor([share, 1 - share]), mix=mix)
@@ -75,7 +79,9 @@ def test_tuning_one_lora_is_pefts_own_and_the_same_training(
     assert tuned.cost.trained == trained and fingerprint(tuned.detach()) == before
 
 
-def test_the_chosen_lora_is_the_one_named_drawn_or_best_on_the_shots(model, rows, make_bank):
+def test_the_chosen_lora_is_the_one_named_drawn_or_best_on_the_shots(
+    model, rows, make_bank
+):
     bank, few = make_bank(model), rows.select(range(6))
     nats = {}
     for name, lora in bank.items():
@@ -87,7 +93,9 @@ def test_the_chosen_lora_is_the_one_named_drawn_or_best_on_the_shots(model, rows
         ("best_by_shots", 0),
         *(("random", n) for n in range(20)),
     ):
-        changes = {"source_best": {"named": "b"}, "random": {"tune": False}}.get(row, {})
+        changes = {"source_best": {"named": "b"}, "random": {"tune": False}}.get(
+            row, {}
+        )
         config = vanilla.Config.preset(row, **changes)
         tuned = vanilla.tuned(model, bank, data, config, seed=seed)
         taken.add((row, *tuned.origin.names))
@@ -99,5 +107,7 @@ def test_the_chosen_lora_is_the_one_named_drawn_or_best_on_the_shots(model, rows
         vanilla.tuned(model, bank, data, vanilla.Config(choose="named", named="bb"))
     with pytest.raises(Refusal, match="E-USAGE: choose is 'named', named is None"):
         vanilla.Config.preset("source_best")
-    with pytest.raises(Refusal, match="E-CHOICE: coefficients by validation are of 2 LoRAs"):
+    with pytest.raises(
+        Refusal, match="E-CHOICE: coefficients by validation are of 2 LoRAs"
+    ):
         pems.tuned(model, bank, data, pems.Config.preset("released"))

@@ -28,7 +28,10 @@ def product(lora, path):
     [
         ((0.5, 0.5), {"factors": 6.0, "outputs": 7.0, "root": 12.0}),
         ((0.25, 0.75), {"factors": 8.75, "outputs": 9.5}),
-        ((0.5, -1.0), {"factors": 7.5, "outputs": -11.0, "root": (0.5**0.5 - 3) * (2**0.5 + 4)}),
+        (
+            (0.5, -1.0),
+            {"factors": 7.5, "outputs": -11.0, "root": (0.5**0.5 - 3) * (2**0.5 + 4)},
+        ),
     ],
 )
 def test_the_three_ways_by_hand(weights, by_hand):
@@ -47,16 +50,22 @@ def test_factors_of_independent_loras_nearly_vanish_and_of_one_a_are_the_outputs
 ):
     torch.manual_seed(0)
     down, up = torch.randn(count, 16, 64).double(), torch.randn(count, 64, 16).double()
-    bank = {str(n): Lora(str(n), 16, 16.0, {"l": down[n]}, {"l": up[n]}) for n in range(count)}
+    bank = {
+        str(n): Lora(str(n), 16, 16.0, {"l": down[n]}, {"l": up[n]})
+        for n in range(count)
+    }
     shared = {name: replace(lora, down={"l": down[0]}) for name, lora in bank.items()}
     uniform = torch.full((count,), 1 / count, dtype=torch.float64)
     for each, factor, angle in ((bank, norm, cosine), (shared, 1.0, 1.0)):
         factors, outputs = (
-            product(mixing.merged(each, uniform, mix=mix), "l") for mix in ("factors", "outputs")
+            product(mixing.merged(each, uniform, mix=mix), "l")
+            for mix in ("factors", "outputs")
         )
         ratio = factors.norm() / outputs.norm()
         assert ratio == pytest.approx(factor, abs=0.04 if each is bank else 1e-9)
-        similarity = torch.cosine_similarity(factors.flatten(), outputs.flatten(), dim=0)
+        similarity = torch.cosine_similarity(
+            factors.flatten(), outputs.flatten(), dim=0
+        )
         assert similarity == pytest.approx(angle, abs=0.04 if each is bank else 1e-9)
 
 
@@ -69,12 +78,16 @@ def test_factors_of_independent_loras_nearly_vanish_and_of_one_a_are_the_outputs
         ("factors", "linear", lambda w: w**2, {}),
     ],
 )
-def test_pefts_mixtures_are_the_three_ways(mix, way, of_peft, more, base, batch, make_bank, peft):
+def test_pefts_mixtures_are_the_three_ways(
+    mix, way, of_peft, more, base, batch, make_bank, peft
+):
     bank = make_bank(base(), 2)
     bank["b"] = replace(bank["b"], alpha=3.0)  # its scale is folded in
     weights = torch.tensor([0.8, 0.3])
     theirs = peft(bank, way, of_peft(weights).tolist(), **more)(**batch).logits
-    with rocket.loras.attached(model := base(), [mixing.merged(bank, weights, mix=mix)]):
+    with rocket.loras.attached(
+        model := base(), [mixing.merged(bank, weights, mix=mix)]
+    ):
         torch.testing.assert_close(model(**batch).logits, theirs, rtol=1e-4, atol=2e-5)
 
 
@@ -90,9 +103,13 @@ class Drawn(torch.nn.Module):
         return self.table
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 1, 3), (2, 5, 3)], ids=["task", "example", "token"])
+@pytest.mark.parametrize(
+    "shape", [(3,), (2, 1, 3), (2, 5, 3)], ids=["task", "example", "token"]
+)
 @pytest.mark.parametrize("mix", ["factors", "outputs", "root"])
-def test_a_layer_gives_each_token_what_its_own_weights_merge_to(mix, shape, model, make_bank):
+def test_a_layer_gives_each_token_what_its_own_weights_merge_to(
+    mix, shape, model, make_bank
+):
     bank, path = make_bank(model, 3), "model.layers.1.self_attn.q_proj"
     tuned = tuning.attach(model, bank, lambda *_: Drawn(shape), mix=mix, learnt=False)
     part, x = model.get_submodule(path), torch.randn(2, 5, 32)
@@ -112,7 +129,9 @@ def test_a_tasks_mixture_is_one_peft_adapter_and_leaves_the_base(
     before, bank = fingerprint(model), make_bank(model, 3)
     weights = torch.tensor([0.6, -0.4, 1.1])
     for mix in ("factors", "outputs"):
-        tuned = tuning.attach(model, bank, lambda *_: mixing.Fixed(weights), mix=mix, learnt=False)
+        tuned = tuning.attach(
+            model, bank, lambda *_: mixing.Fixed(weights), mix=mix, learnt=False
+        )
         logits, folder = model(**batch).logits, tuned.save(tmp_path / mix)
         assert torch.equal(tuned.weights()["model.layers.0.self_attn.q_proj"], weights)
         assert fingerprint(tuned.detach()) == before
@@ -152,7 +171,9 @@ def test_mixing_weights_learn_at_their_own_rate_and_a_failure_takes_the_rival_of
         fixed = {"weigh": lambda *_: mixing.Fixed(torch.ones(4) / 4).requires_grad_()}
         tuned = tuning.attach(model, bank, **fixed, mix="outputs", learnt=True)
         down = tuned.parts["model.layers.0.self_attn.q_proj"].down.detach().clone()
-        tuned = tuning.fit(tuned, data, rate=rate, lr=1e-3, steps=1, batch=4, warmup=0.0)
+        tuned = tuning.fit(
+            tuned, data, rate=rate, lr=1e-3, steps=1, batch=4, warmup=0.0
+        )
         moved = tuned.weights()["model.layers.0.self_attn.q_proj"] - 1 / 4
         first[rate] = moved.abs().max().item()  # Adam's first step is the rate
         step = tuned.parts["model.layers.0.self_attn.q_proj"].down - down
@@ -172,7 +193,8 @@ def test_mixing_weights_learn_at_their_own_rate_and_a_failure_takes_the_rival_of
 def test_mean_nats_are_those_of_the_labels_in_any_batch(model, rows):
     with torch.no_grad():
         logits = [
-            model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1) for ids in rows["input_ids"]
+            model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            for ids in rows["input_ids"]
         ]
     targets = [torch.tensor(ids[1:]) for ids in rows["input_ids"]]
     nats = [-l[range(len(t)), t] for l, t in zip(logits, targets, strict=True)]  # noqa: E741

@@ -27,7 +27,9 @@ def mixed(rows):
         torch.manual_seed(0)
         for name, tensor in tuning.tensors(model, result.origin).items():
             if not name.endswith("weigh.weights"):
-                tensor.data = torch.randn_like(tensor) * (1.0 if "router" in name else 0.2)
+                tensor.data = torch.randn_like(tensor) * (
+                    1.0 if "router" in name else 0.2
+                )
         return result
 
     return make
@@ -42,8 +44,12 @@ def named(result):
             weights[f"{place}.moe_gate.weight"] = part.weigh.router.weight
             for name in SEVEN[4:]:
                 for e in range(4):
-                    weights[f"{place}.{name}.experts.{e}.lora_A.weight"] = part.downs[name][e]
-                    weights[f"{place}.{name}.experts.{e}.lora_B.weight"] = part.ups[name][e]
+                    weights[f"{place}.{name}.experts.{e}.lora_A.weight"] = part.downs[
+                        name
+                    ][e]
+                    weights[f"{place}.{name}.experts.{e}.lora_B.weight"] = part.ups[
+                        name
+                    ][e]
         else:
             weights[f"{place}.lora_A.weight"] = part.down[0]
             weights[f"{place}.lora_B.weight"] = part.up[0]
@@ -52,21 +58,37 @@ def named(result):
 
 def test_it_is_the_released_packages_model(base, batch, mixed):
     package = pytest.importorskip("mixlora.model")
-    config = package.MixLoraConfig.from_config({
-        "base_model_name_or_path": "tiny", "task_type": "CAUSAL_LM", "peft_type": "MIXLORA",
-        "r": 4, "lora_alpha": 6, "lora_dropout": 0.05, "target_modules": SEVEN, "act_fn": "silu",
-        "routing_strategy": "mixlora", "num_experts": 4, "top_k": 2,
-    })  # fmt: skip
+    config = package.MixLoraConfig.from_config(
+        {
+            "base_model_name_or_path": "tiny",
+            "task_type": "CAUSAL_LM",
+            "peft_type": "MIXLORA",
+            "r": 4,
+            "lora_alpha": 6,
+            "lora_dropout": 0.05,
+            "target_modules": SEVEN,
+            "act_fn": "silu",
+            "routing_strategy": "mixlora",
+            "num_experts": 4,
+            "top_k": 2,
+        }
+    )
     config.dtype_, config.adapter_name_ = torch.float32, "tiny"
     result = mixed(base())
     theirs = base()
-    package.inject_adapter_in_model(theirs, config, {k: v.data for k, v in named(result).items()})
+    package.inject_adapter_in_model(
+        theirs, config, {k: v.data for k, v in named(result).items()}
+    )
     theirs.eval()
-    for layer in theirs.model.layers:  # kept in a plain dict, which eval() does not reach
+    for (
+        layer
+    ) in theirs.model.layers:  # kept in a plain dict, which eval() does not reach
         for expert in layer.mlp.mixlora_moes["tiny"].experts_.values():
             expert.eval()
     expected = theirs(**batch).logits
-    torch.testing.assert_close(result.model(**batch).logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        result.model(**batch).logits, expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_each_token_gets_its_experts_by_the_definition(base, batch, mixed):
@@ -77,12 +99,17 @@ def test_each_token_gets_its_experts_by_the_definition(base, batch, mixed):
     for place in ((0, 0), (1, 3), (1, 4)):
         p = (part.weigh.router.weight @ h[place]).softmax(0)
         expected, chosen = 0, p.topk(2)
-        for share, e in zip(chosen.values / chosen.values.sum(), chosen.indices, strict=True):
+        for share, e in zip(
+            chosen.values / chosen.values.sum(), chosen.indices, strict=True
+        ):
             merged = {
-                name: getattr(mlp, name).weight + s * part.ups[name][e] @ part.downs[name][e]
+                name: getattr(mlp, name).weight
+                + s * part.ups[name][e] @ part.downs[name][e]
                 for name in SEVEN[4:]
             }
-            hidden = mlp.act_fn(merged["gate_proj"] @ h[place]) * (merged["up_proj"] @ h[place])
+            hidden = mlp.act_fn(merged["gate_proj"] @ h[place]) * (
+                merged["up_proj"] @ h[place]
+            )
             expected = expected + share * merged["down_proj"] @ hidden
         torch.testing.assert_close(y[place], expected, rtol=1e-9, atol=1e-9)
 
@@ -94,13 +121,25 @@ def test_one_expert_is_pefts_lora_and_none_trained_the_base(
     placement, targets, base, batch, mixed, rows
 ):
     torch.manual_seed(1)
-    plain, model, config = base(), base(), LoraConfig(r=4, lora_alpha=6, target_modules=targets)
+    plain, model, config = (
+        base(),
+        base(),
+        LoraConfig(r=4, lora_alpha=6, target_modules=targets),
+    )
     theirs = get_peft_model(base(), config)
     result = mixed(model, placement=placement, experts=1, top_k=1)
     for path, part in result.parts.items():
-        names = {path: part} if not path.endswith("mlp") else {f"{path}.{n}": n for n in SEVEN[4:]}
+        names = (
+            {path: part}
+            if not path.endswith("mlp")
+            else {f"{path}.{n}": n for n in SEVEN[4:]}
+        )
         for full, name in names.items():
-            down, up = (part.down, part.up) if part is name else (part.downs[name], part.ups[name])
+            down, up = (
+                (part.down, part.up)
+                if part is name
+                else (part.downs[name], part.ups[name])
+            )
             lora = theirs.get_submodule(f"base_model.model.{full}")
             lora.lora_A["default"].weight.data = down[0].data
             lora.lora_B["default"].weight.data = up[0].data
@@ -114,7 +153,9 @@ def test_one_expert_is_pefts_lora_and_none_trained_the_base(
 
 
 @pytest.mark.parametrize("placement", ["ffn", "projections"])
-def test_the_balance_loss_is_mixtrals_a_layer_or_over_all(placement, base, batch, mixed):
+def test_the_balance_loss_is_mixtrals_a_layer_or_over_all(
+    placement, base, batch, mixed
+):
     result = mixed(base(), placement=placement)
     result.model(**batch)
     found = mnn.routers(result.model)
@@ -125,14 +166,20 @@ def test_the_balance_loss_is_mixtrals_a_layer_or_over_all(placement, base, batch
         ("layer", sum(alone) / len(alone)),
         ("pooled", load_balancing_loss_func(logits, 4, 2, mask)),
     ):
-        value = mixlora.penalty(mixlora.Config(**SMALL, coefficient=0.5, balance=balance))
-        torch.testing.assert_close(value(result.model), 0.5 * expected, rtol=1e-5, atol=1e-6)
+        value = mixlora.penalty(
+            mixlora.Config(**SMALL, coefficient=0.5, balance=balance)
+        )
+        torch.testing.assert_close(
+            value(result.model), 0.5 * expected, rtol=1e-5, atol=1e-6
+        )
     config = mixlora.Config(**SMALL, coefficient=1.0)
     with torch.no_grad():
         for router in found:
             router.weight.zero_()
     result.model(**batch)
-    assert mixlora.penalty(config)(result.model).item() == pytest.approx(2.0)  # K, its least
+    assert mixlora.penalty(config)(result.model).item() == pytest.approx(
+        2.0
+    )  # K, its least
 
 
 def test_layers_that_each_use_half_look_balanced_when_pooled(base, batch, mixed):
@@ -151,15 +198,21 @@ def test_layers_that_each_use_half_look_balanced_when_pooled(base, batch, mixed)
             mixlora.Config(**SMALL, coefficient=1.0, balance=balance)
         )(result.model).item()
         for balance in ("layer", "pooled")
-    }  # fmt: skip
+    }
     assert value == pytest.approx({"layer": 4.0, "pooled": 2.0}, abs=0.01)
 
 
-def test_bad_input_is_one_line_and_nothing_stays_on_the_base(model, rows, mixture, mixed):
+def test_bad_input_is_one_line_and_nothing_stays_on_the_base(
+    model, rows, mixture, mixed
+):
     before, data = fingerprint(model), tuning.Data(rows)
-    with pytest.raises(Refusal, match=r"E-RANGE: top_k is 3, expected 1 to 2 \(experts, E\)"):
+    with pytest.raises(
+        Refusal, match=r"E-RANGE: top_k is 3, expected 1 to 2 \(experts, E\)"
+    ):
         mixlora.Config(experts=2, top_k=3)
-    with pytest.raises(Refusal, match="E-MODEL: layer 0 is sparse already: MixLoRA needs a dense"):
+    with pytest.raises(
+        Refusal, match="E-MODEL: layer 0 is sparse already: MixLoRA needs a dense"
+    ):
         mixlora.tuned(mixture("Mixtral"), None, data, mixlora.Config(**SMALL), **RECIPE)
     huge = mixlora.Config(**SMALL | {"alpha": 1e38})
     with pytest.raises(Refusal, match="E-NONFINITE: step"):

@@ -28,14 +28,18 @@ def test_gates_are_the_softmax_over_the_two_best_scores(eps):
     part = phatgoose.Gates(torch.tensor(vectors), phatgoose.Config(eps=eps))
     found = part(torch.tensor(x)).numpy()
     scores = normed(x) @ normed(vectors).T / 4
-    np.testing.assert_allclose(phatgoose.scores(torch.tensor(x), torch.tensor(vectors)), scores)
+    np.testing.assert_allclose(
+        phatgoose.scores(torch.tensor(x), torch.tensor(vectors)), scores
+    )
     shares = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     best = np.argsort(-scores)[..., :2]
     kept = np.take_along_axis(shares, best, -1)
     expected = np.zeros_like(scores)
     np.put_along_axis(expected, best, kept / (kept.sum(-1, keepdims=True) + eps), -1)
     np.testing.assert_allclose(found, expected, rtol=1e-9)
-    exact = phatgoose.Gates(torch.tensor(vectors), phatgoose.Config())(torch.tensor(x)).numpy()
+    exact = phatgoose.Gates(torch.tensor(vectors), phatgoose.Config())(
+        torch.tensor(x)
+    ).numpy()
     assert np.abs(found - exact).max() < 1e-5
 
 
@@ -43,22 +47,30 @@ def test_neither_length_nor_mean_of_a_gate_counts_and_x_itself_scores_root_d():
     torch.manual_seed(0)
     x, vectors = torch.randn(4, 256), torch.randn(3, 256)
     scores = phatgoose.scores(x, vectors)
-    torch.testing.assert_close(phatgoose.scores(x, 7 * vectors + 3), scores, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(phatgoose.scores(x, x).diag(), torch.full((4,), 16.0), atol=1e-3,
-                               rtol=0)  # fmt: skip
+    torch.testing.assert_close(
+        phatgoose.scores(x, 7 * vectors + 3), scores, rtol=1e-4, atol=1e-4
+    )
+    torch.testing.assert_close(
+        phatgoose.scores(x, x).diag(), torch.full((4,), 16.0), atol=1e-3, rtol=0
+    )
     assert phatgoose.scores(x, torch.zeros(1, 256)).eq(0).all()
     alone = phatgoose.Gates(vectors[:1], phatgoose.Config(top_k=1))
     assert alone(x).eq(1).all()
 
 
-def test_a_gate_starts_at_half_strength_with_the_gradient_of_the_closed_form(model, batch, bank):
+def test_a_gate_starts_at_half_strength_with_the_gradient_of_the_closed_form(
+    model, batch, bank
+):
     lora, seen = bank["b"], {}
     with rocket.loras.attached(model, [replace(lora, alpha=lora.alpha / 2)]):
         expected = model(**batch).logits
     done = tuning.attach(
-        model, {"b": lora}, lambda _, part: phatgoose.Gate(part.in_features),
-        mix="outputs", learnt=False,
-    )  # fmt: skip
+        model,
+        {"b": lora},
+        lambda _, part: phatgoose.Gate(part.in_features),
+        mix="outputs",
+        learnt=False,
+    )
     part = done.parts[PATH]
 
     def keep(_, args, y):
@@ -70,7 +82,9 @@ def test_a_gate_starts_at_half_strength_with_the_gradient_of_the_closed_form(mod
     torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=1e-5)
     out.loss.backward()
     delta = lora.scale * seen["x"] @ lora.down[PATH].T @ lora.up[PATH].T
-    wanted = 0.25 * ((seen["gradient"] * delta).sum(-1, keepdim=True) * seen["x"]).sum((0, 1))
+    wanted = 0.25 * ((seen["gradient"] * delta).sum(-1, keepdim=True) * seen["x"]).sum(
+        (0, 1)
+    )
     torch.testing.assert_close(part.weigh.v.grad, wanted, rtol=1e-4, atol=1e-6)
     assert part.down.grad is None and part.base_layer.weight.grad is None
 
@@ -89,7 +103,9 @@ def test_gates_lower_their_rows_loss_and_move_nothing_else(model, rows, bank):
     assert {name: lora.digest for name, lora in bank.items()} == digests
     done = phatgoose.tuned(model, bank, data, config, learnt=learnt)
     assert torch.equal(done.parts[PATH].weigh.vectors[2], learnt["c"].vectors[PATH])
-    assert done.cost == tuning.Cost() and not any(p.requires_grad for p in model.parameters())
+    assert done.cost == tuning.Cost() and not any(
+        p.requires_grad for p in model.parameters()
+    )
     done.detach()
     of_target = phatgoose.gates(model, bank, Data(few), replace(config, rows="target"))
     assert of_target["a"].cost.forward < learnt["a"].cost.forward * 1.1
@@ -105,7 +121,12 @@ def test_what_cannot_be_gated_is_refused(host, model, rows, bank, make_bank):
         (model, bank, {}, "E-DATA: the rows that 'b' was trained on are needed"),
         (model, bank, {"top_k": 5}, "E-RANGE: k is 5, expected 1 to 4"),
         (model, {"a": bank["a"]}, {"top_k": 1}, "E-BANK: the bank holds 1 LoRAs"),
-        (tiny, make_bank(tiny), {}, r"E-RANGE: model.layers.0.self_attn.q_proj has D = 2"),
+        (
+            tiny,
+            make_bank(tiny),
+            {},
+            r"E-RANGE: model.layers.0.self_attn.q_proj has D = 2",
+        ),
     ):
         with pytest.raises(Refusal, match=message):
             phatgoose.tuned(base, loras, data, phatgoose.Config(**changes))

@@ -26,17 +26,24 @@ def test_similarity_by_hand():
     assert like(of(1.0, 0.0, 2.0), of(1.0, 0.0, 2.0)) == pytest.approx(1)
     a, b = ({"p": torch.rand(5), "q": torch.rand(3)} for _ in range(2))
     shares = {name: a[name] / (a[name] + b[name]) for name in a}
-    both = [float(torch.cosine_similarity(share, 1 - share, dim=0)) for share in shares.values()]
+    both = [
+        float(torch.cosine_similarity(share, 1 - share, dim=0))
+        for share in shares.values()
+    ]
     assert like(a, b) == pytest.approx(like(b, a)) == pytest.approx(sum(both) / 2)
     small = [{name: 1e-9 * t for name, t in each.items()} for each in (a, b)]
     assert like(*small) == pytest.approx(like(a, b))
     plain = [float(torch.cosine_similarity(a[name], b[name], dim=0)) for name in a]
-    assert like(*small, eps=1e-6) == pytest.approx(sum(plain) / 2, abs=2e-3)  # the released eps
+    assert like(*small, eps=1e-6) == pytest.approx(
+        sum(plain) / 2, abs=2e-3
+    )  # the released eps
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("form", ["row", "batch"])
-def test_fishers_are_the_squares_of_pefts_gradients(form, family, host, rows, lora, tmp_path):
+def test_fishers_are_the_squares_of_pefts_gradients(
+    form, family, host, rows, lora, tmp_path
+):
     model, few = host(family), rows.select(range(6))
     one = lora(model, "one", 0)
     folder = rocket.loras.write(one, tmp_path / "one")
@@ -48,7 +55,9 @@ def test_fishers_are_the_squares_of_pefts_gradients(form, family, host, rows, lo
             torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=fill)
             for fill in (0, -100)
         )
-        loss = peft(input_ids=ids, attention_mask=(labels != -100).long(), labels=labels).loss
+        loss = peft(
+            input_ids=ids, attention_mask=(labels != -100).long(), labels=labels
+        ).loss
         (loss * ((labels[:, 1:] != -100).sum() if form == "row" else 1)).backward()
         for name, p in peft.named_parameters():
             if p.grad is not None:
@@ -58,7 +67,9 @@ def test_fishers_are_the_squares_of_pefts_gradients(form, family, host, rows, lo
     assert len(found) == len(total) == 8
     for name, expected in total.items():
         path, factor = name.removeprefix("base_model.model.").split(".lora_")
-        torch.testing.assert_close(found[f"{path}.{factor[0]}"], expected, rtol=1e-3, atol=1e-9)
+        torch.testing.assert_close(
+            found[f"{path}.{factor[0]}"], expected, rtol=1e-3, atol=1e-9
+        )
 
 
 def test_v_starts_uniform_and_far_apart_it_is_one_lora():
@@ -80,10 +91,15 @@ def test_v_starts_uniform_and_far_apart_it_is_one_lora():
 def test_the_most_alike_neighbour_joins_and_switches_say_what_trains(
     changes, weights, loras, model, rows, bank
 ):
-    few, recipe = rows.select(range(8)), {"steps": 2, "batch": 4, "lr": 1e-3, "warmup": 0.0}
+    few, recipe = (
+        rows.select(range(8)),
+        {"steps": 2, "batch": 4, "lr": 1e-3, "warmup": 0.0},
+    )
     config = pi_tuning.Config(neighbours=1, **changes)
     shapes = pi_tuning.fisher(model, bank["a"], few)
-    known = {name: {key: torch.zeros_like(t) for key, t in shapes.items()} for name in bank}
+    known = {
+        name: {key: torch.zeros_like(t) for key, t in shapes.items()} for name in bank
+    }
     for each in known["c"].values():
         each += 1.0  # of the others every share is 0
     done = pi_tuning.tuned(model, bank, Data(few), config, embeddings=known, **recipe)
@@ -95,14 +111,19 @@ def test_the_most_alike_neighbour_joins_and_switches_say_what_trains(
     learnt = {id(part.weigh) for part in done.parts.values()}
     assert 2 * len(learnt) == weights
     tokens = sum(map(len, few["input_ids"]))
-    assert done.cost.forward == 3 * tokens  # two trainings of an epoch, and the target's Fisher
+    assert (
+        done.cost.forward == 3 * tokens
+    )  # two trainings of an epoch, and the target's Fisher
 
 
 def test_what_has_no_fisher_is_refused(model, rows, bank, lora):
     still = lora(model, "still", 0, size=0.0)
     for one, message in (
         (still, "E-BANK: 'still' has B = 0, where the gradient of A is 0"),
-        (lora(model, "huge", 0, size=1e30), "E-NONFINITE: the Fisher of 'huge' holds NaN"),
+        (
+            lora(model, "huge", 0, size=1e30),
+            "E-NONFINITE: the Fisher of 'huge' holds NaN",
+        ),
     ):
         with pytest.raises(Refusal, match=message):
             pi_tuning.fisher(model, one, rows)

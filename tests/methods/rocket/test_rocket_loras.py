@@ -39,7 +39,9 @@ def settings(**changes):
     def damage(folder):
         path = folder / loras.SETTINGS
         content = {**json.loads(path.read_text()), **changes}
-        path.write_text(json.dumps({key: v for key, v in content.items() if v is not ...}))
+        path.write_text(
+            json.dumps({key: v for key, v in content.items() if v is not ...})
+        )
 
     return damage
 
@@ -51,7 +53,9 @@ def tensors(change):
 
 
 def renamed(old, new):
-    return tensors(lambda t: {name.replace(old, new): tensor for name, tensor in t.items()})
+    return tensors(
+        lambda t: {name.replace(old, new): tensor for name, tensor in t.items()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,22 +72,46 @@ def renamed(old, new):
         (settings(rank_pattern={EVIL: 4}), f"E-CONFIG: .*{NAMED}"),
         (settings(alpha_pattern={EVIL: 4}), f"E-CONFIG: .*{NAMED}"),
         (settings(target_modules="(q_proj"), "E-CONFIG: .*pattern '.q_proj'.*missing"),
-        (settings(target_modules=".*q_proj"), "E-KEYS: .*0 tensors missing .*4 surplus .*v_proj"),
-        (settings(target_modules=["q_proj"]), "E-KEYS: .*0 tensors missing .*4 surplus .*v_proj"),
-        (settings(target_modules=["q_proj", "v_proj", "o_proj"]), "E-KEYS: .*4 tensors missing"),
-        (settings(target_modules=["(a+)+$"]), "E-KEYS: .*fit no linear layer of the base"),
+        (
+            settings(target_modules=".*q_proj"),
+            "E-KEYS: .*0 tensors missing .*4 surplus .*v_proj",
+        ),
+        (
+            settings(target_modules=["q_proj"]),
+            "E-KEYS: .*0 tensors missing .*4 surplus .*v_proj",
+        ),
+        (
+            settings(target_modules=["q_proj", "v_proj", "o_proj"]),
+            "E-KEYS: .*4 tensors missing",
+        ),
+        (
+            settings(target_modules=["(a+)+$"]),
+            "E-KEYS: .*fit no linear layer of the base",
+        ),
         (settings(target_modules=["query"]), "E-KEYS: .*query"),
         (settings(target_modules="q_proj"), "E-KEYS: .*'q_proj' fit no linear layer"),
         (settings(target_modules=[]), "E-KEYS: .*fit no linear layer"),
         (settings(target_modules=None), "E-TYPE: .*target_modules"),
         (settings(exclude_modules=["q_proj"]), "E-KEYS: .*4 surplus .*q_proj"),
         (settings(layers_to_transform=[0]), "E-KEYS: .*4 surplus .*layers.1"),
-        (settings(layers_to_transform=[0], target_modules=".*_proj"), "E-CONFIG: .*PEFT refuses"),
+        (
+            settings(layers_to_transform=[0], target_modules=".*_proj"),
+            "E-CONFIG: .*PEFT refuses",
+        ),
         (settings(layers_pattern="layers"), "E-CONFIG: .*PEFT refuses"),
-        (settings(layers_to_transform=[0], layers_pattern="(a+)+"), "E-TYPE: .*layers_pattern"),
-        (settings(rank_pattern={"q_proj": 2}), r"E-SHAPE: .*q_proj.*\(4, 32\).*expected \(2, 32"),
+        (
+            settings(layers_to_transform=[0], layers_pattern="(a+)+"),
+            "E-TYPE: .*layers_pattern",
+        ),
+        (
+            settings(rank_pattern={"q_proj": 2}),
+            r"E-SHAPE: .*q_proj.*\(4, 32\).*expected \(2, 32",
+        ),
         (settings(rank_pattern={"q_proj": 0}), "E-RANGE: .*rank_pattern.q_proj is 0"),
-        (settings(alpha_pattern={"q_proj": math.inf}), "E-RANGE: .*alpha_pattern.q_proj is inf"),
+        (
+            settings(alpha_pattern={"q_proj": math.inf}),
+            "E-RANGE: .*alpha_pattern.q_proj is inf",
+        ),
         (settings(modules_to_save=["lm_head"]), "E-CONFIG: .*modules_to_save"),
         (settings(use_dora=True), "E-CONFIG: .*use_dora"),
         # This one changes the base's own weights.
@@ -92,9 +120,15 @@ def renamed(old, new):
         (settings(lora_alpa=3), "E-CONFIG: .*did you mean 'lora_alpha'"),
         (settings(use_lora_fa=True), "E-CONFIG: .*use_lora_fa is True, expected none"),
         # Keys of another form: without PEFT's prefix, with the adapter's name, of other tensors.
-        (tensors(lambda t: {f"x.{k}": v for k, v in t.items()}), "E-KEYS: .*8 tensors.*8 surplus"),
+        (
+            tensors(lambda t: {f"x.{k}": v for k, v in t.items()}),
+            "E-KEYS: .*8 tensors.*8 surplus",
+        ),
         (renamed("base_model.model.", ""), "E-KEYS: .*8 tensors missing.*8 surplus"),
-        (renamed(".weight", ".default.weight"), "E-KEYS: .*8 tensors missing.*8 surplus"),
+        (
+            renamed(".weight", ".default.weight"),
+            "E-KEYS: .*8 tensors missing.*8 surplus",
+        ),
         (
             tensors(lambda t: t | {"base_model.model.x.lora_B.bias": torch.ones(4)}),
             "E-KEYS: .*1 surplus .*x.lora_B.bias",
@@ -107,12 +141,17 @@ def renamed(old, new):
         (tensors(lambda t: {k: v.long() for k, v in t.items()}), "E-SHAPE: .*int64"),
         (tensors(lambda t: {"x": torch.zeros(2**20)}), "E-LIMIT"),
         (lambda folder: (folder / loras.SETTINGS).unlink(), "E-NOFILE"),
-        (lambda folder: (folder / loras.TENSORS).rename(folder / loras.PICKLE), "E-PICKLE"),
+        (
+            lambda folder: (folder / loras.TENSORS).rename(folder / loras.PICKLE),
+            "E-PICKLE",
+        ),
         (lambda folder: (folder / loras.TENSORS).rename(folder / SHARD), "E-NOFILE"),
         (lambda folder: (folder / loras.TENSORS).write_bytes(b"no"), "E-FORMAT"),
     ],
 )
-def test_what_is_not_a_plain_lora_of_this_base_is_refused(damage, message, foreign, model):
+def test_what_is_not_a_plain_lora_of_this_base_is_refused(
+    damage, message, foreign, model
+):
     _, folder = foreign
     damage(folder)
     start = time.process_time()
@@ -120,14 +159,22 @@ def test_what_is_not_a_plain_lora_of_this_base_is_refused(damage, message, forei
     assert time.process_time() - start < 5
 
 
-def test_what_peft_saved_computes_the_same_and_a_pickle_is_not_read(foreign, base, batch):
+def test_what_peft_saved_computes_the_same_and_a_pickle_is_not_read(
+    foreign, base, batch
+):
     (peft, folder), model = foreign, base()
     settings(of_a_newer_peft=None, merge_weights=False)(folder)
     lora = loras.read(folder, model, ANY)
     assert lora.scale == 8 / 2  # alpha / sqrt r
     with loras.attached(model, [lora]), torch.no_grad():
         assert torch.allclose(model(**batch).logits, peft(**batch).logits, atol=1e-6)
-    refused(r"E-KEYS: .*4 tensors missing", loras.read, folder, base(num_hidden_layers=3), ANY)
+    refused(
+        r"E-KEYS: .*4 tensors missing",
+        loras.read,
+        folder,
+        base(num_hidden_layers=3),
+        ANY,
+    )
     (folder / loras.PICKLE).write_bytes(b"cos\nsystem\n")
     with pytest.warns(UserWarning, match="W-PICKLE"):
         assert loras.read(folder, model, ANY).rank == 4
@@ -145,21 +192,28 @@ PLAIN = {
     "paths": {"target_modules": [LAST, "model.layers.0.mlp.down_proj"]},
     "a rank by name": {"rank_pattern": {"v_proj": 2}},
     "a rank above": {"rank_pattern": {LAST: 9}},
-    "ranks by pattern": {"rank_pattern": {r"layers\.1\..*": 3, "q_proj": 2, "no_such": 7}},
+    "ranks by pattern": {
+        "rank_pattern": {r"layers\.1\..*": 3, "q_proj": 2, "no_such": 7}
+    },
     "a rank at the start": {"rank_pattern": {r"^model.layers.0.self_attn.q_proj": 6}},
     "one rank for all": {"rank_pattern": {".*": 2}},
     "an alpha by name": {"alpha_pattern": {"q_proj": 3}},
     "alphas by pattern": {"alpha_pattern": {r".*\.0\..*": 5, LAST: 0.5}},
     "both": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers.1.*v_proj": 17}},
     "both, by roots": {
-        "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 5}, "use_rslora": True,
+        "rank_pattern": {"q_proj": 2},
+        "alpha_pattern": {"q_proj": 5},
+        "use_rslora": True,
     },
     "a layer": {"layers_to_transform": 1},
     "layers": {"layers_to_transform": [1], "layers_pattern": "layers"},
     "all but names": {"exclude_modules": ["q_proj", LAST]},
     "all but a pattern": {"exclude_modules": r".*layers\.0\..*"},
-    "a pattern but names": {"target_modules": r".*_proj", "exclude_modules": ["gate_proj"]},
-}  # fmt: skip
+    "a pattern but names": {
+        "target_modules": r".*_proj",
+        "exclude_modules": ["gate_proj"],
+    },
+}
 
 
 @pytest.fixture
@@ -184,7 +238,9 @@ def compared(folder, base, batch):
     again = loras.read(loras.write(lora, folder / "again"), model, ANY)
     peft = PeftModel.from_pretrained(base(), folder).eval()
     written = PeftModel.from_pretrained(base(), folder / "again").eval()
-    mixed = rocket.mixture.build(base(), [lora], rocket.Config(candidates=1, experts=1, top_k=1))
+    mixed = rocket.mixture.build(
+        base(), [lora], rocket.Config(candidates=1, experts=1, top_k=1)
+    )
     with torch.no_grad():
         logits = [peft(**batch).logits, written(**batch).logits, mixed(**batch).logits]
         for one in (lora, again):
@@ -194,7 +250,9 @@ def compared(folder, base, batch):
     return logits
 
 
-@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match:RuntimeWarning")
+@pytest.mark.filterwarnings(
+    "ignore:The following rank_pattern keys did not match:RuntimeWarning"
+)
 @pytest.mark.parametrize("kind", PLAIN)
 def test_plain_loras_compute_what_they_do_in_peft_however_their_layers_are_named(
     kind, saved, base, batch
@@ -205,24 +263,45 @@ def test_plain_loras_compute_what_they_do_in_peft_however_their_layers_are_named
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True")
-@pytest.mark.parametrize("edit", [
-    {"auto_mapping": {"base_model_class": "LlamaForCausalLM", "unsloth_fixed": True,
-                      "parent_library": "os"}},
-    {"target_modules": UNSLOTH}, {"target_modules": "all-linear"},
-    {"target_modules": ["q_proj", "v_proj", "in_proj_qkv", "linear-fc1", "(a+)+$"]},
-    {"fan_in_fan_out": True},
-    {"exclude_modules": ["lm_head"]},
-    # What PEFT 0.2 wrote, and fields of versions to come that are not in use.
-    {"bias": "none", "enable_lora": None, "merge_weights": False, "peft_version": ...,
-     "rank_pattern": ..., "alpha_pattern": ..., "use_rslora": ..., "init_lora_weights": ...,
-     "layers_to_transform": ..., "layers_pattern": ..., "revision": ..., "use_dora": ...},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {
+            "auto_mapping": {
+                "base_model_class": "LlamaForCausalLM",
+                "unsloth_fixed": True,
+                "parent_library": "os",
+            }
+        },
+        {"target_modules": UNSLOTH},
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj", "v_proj", "in_proj_qkv", "linear-fc1", "(a+)+$"]},
+        {"fan_in_fan_out": True},
+        {"exclude_modules": ["lm_head"]},
+        # What PEFT 0.2 wrote, and fields of versions to come that are not in use.
+        {
+            "bias": "none",
+            "enable_lora": None,
+            "merge_weights": False,
+            "peft_version": ...,
+            "rank_pattern": ...,
+            "alpha_pattern": ...,
+            "use_rslora": ...,
+            "init_lora_weights": ...,
+            "layers_to_transform": ...,
+            "layers_pattern": ...,
+            "revision": ...,
+            "use_dora": ...,
+        },
+    ],
+)
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules")
 @pytest.mark.filterwarnings("ignore:Unexpected keyword arguments")
 def test_plain_loras_that_other_tools_and_versions_wrote_compute_what_they_do_in_peft(
     edit, saved, base, batch
 ):
-    named = edit.get("target_modules") == "all-linear"  # which PEFT spells out where it saves
+    # Which PEFT spells out where it saves.
+    named = edit.get("target_modules") == "all-linear"
     folder = saved(target_modules="all-linear") if named else saved()
     settings(**edit)(folder)
     want, *got = compared(folder, base, batch)
@@ -236,7 +315,9 @@ def test_layers_of_several_ranks_and_scales_are_filled_up_to_one(saved, model):
     stored = load_file(saved(rank_pattern=ranks, alpha_pattern=alphas) / loras.TENSORS)
     assert (lora.rank, lora.alpha, lora.scale) == (6, 8, 8 / 6)
     for path, down in lora.down.items():
-        rank = {"q_proj": 2, "v_proj": 4}[path.rpartition(".")[2]] if path != LAST else 6
+        rank = (
+            {"q_proj": 2, "v_proj": 4}[path.rpartition(".")[2]] if path != LAST else 6
+        )
         scale = (3 if path.endswith("q_proj") else 8) / rank
         up, own = lora.up[path], stored[loras.KEY.format(path, "B")]
         assert torch.equal(down[:rank], stored[loras.KEY.format(path, "A")])
@@ -244,18 +325,24 @@ def test_layers_of_several_ranks_and_scales_are_filled_up_to_one(saved, model):
         torch.testing.assert_close(up[:, :rank] * lora.scale, own * scale)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"use_dora": True}, "E-CONFIG: .*use_dora is True"),
-    ({"bias": "all"}, "E-CONFIG: .*bias is 'all'"),
-    ({"lora_bias": True}, "E-CONFIG: .*lora_bias is True"),
-    ({"modules_to_save": ["lm_head"]}, "E-CONFIG: .*modules_to_save"),
-    ({"target_modules": ["q_proj", "embed_tokens"]}, "E-KEYS: .*embed"),
-    ({"trainable_token_indices": [3, 4]}, "E-CONFIG: .*trainable_token_indices"),
-    ({"layer_replication": [[0, 2], [1, 2]]}, "E-CONFIG: .*layer_replication"),
-    ({"init_lora_weights": "pissa"}, "E-CHOICE: .*init_lora_weights"),
-    ({"init_lora_weights": "olora"}, "E-CHOICE: .*init_lora_weights"),
-    ({"target_modules": [], "target_parameters": ["q_proj.weight"]}, "E-CONFIG: .*target_param"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "E-CONFIG: .*use_dora is True"),
+        ({"bias": "all"}, "E-CONFIG: .*bias is 'all'"),
+        ({"lora_bias": True}, "E-CONFIG: .*lora_bias is True"),
+        ({"modules_to_save": ["lm_head"]}, "E-CONFIG: .*modules_to_save"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "E-KEYS: .*embed"),
+        ({"trainable_token_indices": [3, 4]}, "E-CONFIG: .*trainable_token_indices"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "E-CONFIG: .*layer_replication"),
+        ({"init_lora_weights": "pissa"}, "E-CHOICE: .*init_lora_weights"),
+        ({"init_lora_weights": "olora"}, "E-CHOICE: .*init_lora_weights"),
+        (
+            {"target_modules": [], "target_parameters": ["q_proj.weight"]},
+            "E-CONFIG: .*target_param",
+        ),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning")
 def test_what_peft_saves_of_other_kinds_is_refused(changes, message, saved, model):
@@ -264,19 +351,29 @@ def test_what_peft_saves_of_other_kinds_is_refused(changes, message, saved, mode
 
 def test_a_lora_of_a_base_of_other_shapes_is_refused(saved, base):
     folder = saved()
-    refused(r"E-SHAPE: .*expected \(4, 64\)", loras.read, folder, base(hidden_size=64), ANY)
-    refused("E-SHAPE: .*v_proj.lora_B", loras.read, folder, base(num_key_value_heads=4), ANY)
+    refused(
+        r"E-SHAPE: .*expected \(4, 64\)", loras.read, folder, base(hidden_size=64), ANY
+    )
+    refused(
+        "E-SHAPE: .*v_proj.lora_B", loras.read, folder, base(num_key_value_heads=4), ANY
+    )
     every = saved(target_modules=UNSLOTH)
-    refused("E-KEYS: .*4 tensors missing", loras.read, every, base(num_hidden_layers=3), ANY)
+    refused(
+        "E-KEYS: .*4 tensors missing", loras.read, every, base(num_hidden_layers=3), ANY
+    )
     refused("E-KEYS: .*4 surplus", loras.read, every, base(num_hidden_layers=1), ANY)
 
 
 @pytest.mark.parametrize("hosted", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
-def test_loras_of_16_bits_compute_in_float32_as_in_peft(stored, hosted, foreign, base, batch):
+def test_loras_of_16_bits_compute_in_float32_as_in_peft(
+    stored, hosted, foreign, base, batch
+):
     _, folder = foreign
     settings(lora_alpha=7)(folder)  # in 16 bits a factor of 3.5 would round
-    tensors(lambda factors: {name: factor.to(stored) for name, factor in factors.items()})(folder)
+    tensors(
+        lambda factors: {name: factor.to(stored) for name, factor in factors.items()}
+    )(folder)
     model, lora = base(dtype=hosted), loras.read(folder, base(dtype=hosted), ANY)
     peft = PeftModel.from_pretrained(base(dtype=hosted), folder).eval()
     alone = rocket.Config(candidates=1, experts=1, top_k=1)
@@ -288,8 +385,12 @@ def test_loras_of_16_bits_compute_in_float32_as_in_peft(stored, hosted, foreign,
     assert (served - want).abs().max() <= bound * want.abs().max()
 
 
-def test_a_written_lora_is_pefts_too_bound_to_base_and_bytes(model, base, batch, lora, tmp_path):
-    one = lora(model, "one", 0, provenance={"data": "sums", "prompts": ["ab"], "training": {}})
+def test_a_written_lora_is_pefts_too_bound_to_base_and_bytes(
+    model, base, batch, lora, tmp_path
+):
+    one = lora(
+        model, "one", 0, provenance={"data": "sums", "prompts": ["ab"], "training": {}}
+    )
     folder = loras.write(one, tmp_path / "one")
     again = loras.read(folder, model, fingerprint(model))
     assert (again.digest, again.provenance) == (one.digest, one.provenance)
@@ -313,10 +414,19 @@ def test_several_loras_at_once_equal_one_after_another(model, batch, bank):
             assert torch.allclose(model(**batch).logits, logits, atol=1e-5)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"size": math.nan}, r"E-NONFINITE: down\.model\.layers.*q_proj is .*neither NaN"),
-    ({"size": 1e39}, "E-NONFINITE: down"), ({"alpha": math.inf}, "E-RANGE: alpha is inf"),
-    ({"rank": 0}, "E-RANGE: rank is 0"),
-])  # fmt: skip
-def test_a_lora_that_is_not_finite_is_refused_where_it_is_made(changes, message, model, lora):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"size": math.nan},
+            r"E-NONFINITE: down\.model\.layers.*q_proj is .*neither NaN",
+        ),
+        ({"size": 1e39}, "E-NONFINITE: down"),
+        ({"alpha": math.inf}, "E-RANGE: alpha is inf"),
+        ({"rank": 0}, "E-RANGE: rank is 0"),
+    ],
+)
+def test_a_lora_that_is_not_finite_is_refused_where_it_is_made(
+    changes, message, model, lora
+):
     refused(message, lora, model, "one", 0, **changes)

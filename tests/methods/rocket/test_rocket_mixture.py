@@ -21,7 +21,9 @@ ONE = {"candidates": 1, "experts": 1, "top_k": 1}
 
 
 def cast(lora, dtype):
-    down, up = ({p: t.to(dtype) for p, t in part.items()} for part in (lora.down, lora.up))
+    down, up = (
+        {p: t.to(dtype) for p, t in part.items()} for part in (lora.down, lora.up)
+    )
     return replace(lora, down=down, up=up)
 
 
@@ -32,7 +34,9 @@ def test_one_expert_equals_pefts_lora(training, alpha, base, batch, lora, tmp_pa
     one = lora(model, "one", 0, alpha=alpha)
     folder = rocket.loras.write(one, tmp_path / "one")
     peft = PeftModel.from_pretrained(base(), folder, is_trainable=True)
-    for part in peft.modules():  # a saved LoRA has no dropout; put the mixture's on both
+    for (
+        part
+    ) in peft.modules():  # a saved LoRA has no dropout; put the mixture's on both
         if hasattr(part, "lora_dropout"):
             part.lora_dropout["default"] = Dropout(0.25)
     mixed = mixture.build(model, [one], rocket.Config(**ONE, lora_dropout=0.25))
@@ -42,7 +46,10 @@ def test_one_expert_equals_pefts_lora(training, alpha, base, batch, lora, tmp_pa
         outputs.append(each.double().train(training)(**batch))
         outputs[-1].loss.backward()
     name = "model.layers.1.self_attn.q_proj"
-    wrapped, part = peft.get_submodule(f"base_model.model.{name}"), mixed.get_submodule(name)
+    wrapped, part = (
+        peft.get_submodule(f"base_model.model.{name}"),
+        mixed.get_submodule(name),
+    )
     for theirs, ours in (
         (outputs[0].logits, outputs[1].logits),
         (wrapped.lora_A["default"].weight.grad, part.down.grad[0]),
@@ -54,11 +61,15 @@ def test_one_expert_equals_pefts_lora(training, alpha, base, batch, lora, tmp_pa
 @pytest.mark.parametrize("reads", ["layer", "expert"])
 def test_each_projection_is_the_weighted_sum_of_its_experts(reads, base, make_bank):
     model = base().double()
-    bank = {name: cast(lora, torch.float64) for name, lora in make_bank(model, 4).items()}
+    bank = {
+        name: cast(lora, torch.float64) for name, lora in make_bank(model, 4).items()
+    }
     bank["c"] = replace(bank["c"], alpha=3.0)
     mixture.build(model, list(bank.values()), rocket.Config(gate_input=reads))
     generator = torch.Generator().manual_seed(0)
-    parts = {n: part for n, part in model.named_modules() if isinstance(part, LoraMixture)}
+    parts = {
+        n: part for n, part in model.named_modules() if isinstance(part, LoraMixture)
+    }
     assert set(parts) == set(bank["a"].down)
     for path, part in parts.items():
         x = torch.randn(2, 5, part.base_layer.in_features, generator=generator).double()
@@ -66,14 +77,19 @@ def test_each_projection_is_the_weighted_sum_of_its_experts(reads, base, make_ba
         for place in np.ndindex(2, 5):
             base_output = part.base_layer(x[place])
             outputs = [
-                base_output + lora.alpha / 4 * lora.up[path] @ (lora.down[path] @ x[place])
+                base_output
+                + lora.alpha / 4 * lora.up[path] @ (lora.down[path] @ x[place])
                 for lora in bank.values()
             ]
             read = [x[place]] * 4 if reads == "layer" else outputs
-            logits = torch.stack([row @ v for row, v in zip(part.router.weight, read, strict=True)])
+            logits = torch.stack(
+                [row @ v for row, v in zip(part.router.weight, read, strict=True)]
+            )
             top = logits.topk(2)
             gates = zip(top.values.softmax(0), top.indices.tolist(), strict=True)
-            assert torch.allclose(mixed[place], sum(g * outputs[i] for g, i in gates), atol=1e-12)
+            assert torch.allclose(
+                mixed[place], sum(g * outputs[i] for g, i in gates), atol=1e-12
+            )
 
 
 def test_identical_experts_begin_as_that_lora_whatever_the_gates_say(base, batch, lora):
@@ -98,7 +114,9 @@ def test_a_step_moves_experts_and_gates_and_nothing_else(reads, model, batch, ba
     before = fingerprint(model)
     mixture.build(model, list(bank.values()), rocket.Config(gate_input=reads)).train()
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
-    learning = {id(parameter): parameter for parameter in mixture.trained(model).values()}
+    learning = {
+        id(parameter): parameter for parameter in mixture.trained(model).values()
+    }
     model(**batch).loss.backward()
     torch.optim.AdamW(learning.values(), lr=0.1).step()
     for name, parameter in model.named_parameters():
@@ -107,13 +125,17 @@ def test_a_step_moves_experts_and_gates_and_nothing_else(reads, model, batch, ba
     assert fingerprint(mixture.remove(model)) == before
 
 
-def test_removing_leaves_the_base_alone_and_one_expert_equals_its_lora(model, batch, bank):
+def test_removing_leaves_the_base_alone_and_one_expert_equals_its_lora(
+    model, batch, bank
+):
     plain = model(**batch).logits
     for _ in range(3):
         mixture.build(model, list(bank.values()), rocket.Config())
         mixed, twin = model(**batch).logits, copy.deepcopy(model)
         assert torch.equal(mixture.remove(model)(**batch).logits, plain)
-        assert torch.equal(twin(**batch).logits, mixed) and not torch.allclose(mixed, plain)
+        assert torch.equal(twin(**batch).logits, mixed) and not torch.allclose(
+            mixed, plain
+        )
     assert not model.get_decoder()._forward_pre_hooks
     with rocket.loras.attached(model, [bank["c"]]):
         expected = model(**batch).logits
@@ -121,7 +143,10 @@ def test_removing_leaves_the_base_alone_and_one_expert_equals_its_lora(model, ba
     with mixture.only(model, "c"):
         assert torch.allclose(model(**batch).logits, expected, atol=1e-5)
     assert not torch.allclose(model(**batch).logits, expected, atol=1e-3)
-    with pytest.raises(Refusal, match="E-NAME: no expert 'd1'"), mixture.only(model, "d1"):
+    with (
+        pytest.raises(Refusal, match="E-NAME: no expert 'd1'"),
+        mixture.only(model, "d1"),
+    ):
         pass
     shares = activation.shares(model, {"own": [batch]})
     slots = 2 * 2 * int(batch["attention_mask"].sum())  # two projections, top-2
@@ -142,11 +167,17 @@ def test_what_makes_no_mixture_is_refused(model, base, bank, lora):
     torch.nn.init.zeros_(other.lm_head.weight)
     wide = [*four[:3], lora(model, "wide", 9, rank=6)]
     for host, loras, message in (
-        (model, four[:3], r"E-RANGE: 3 experts and 3 scales are given, experts \(N\) is 4"),
+        (
+            model,
+            four[:3],
+            r"E-RANGE: 3 experts and 3 scales are given, experts \(N\) is 4",
+        ),
         (model, wide, "E-BANK: 'a' and 'wide' differ in rank: 4 and 6"),
         (other, four, "E-BASE: 'a' belongs to base"),
     ):
         refused(message, mixture.build, host, loras, config)
     refused("E-MODEL: the model has not been through rocket", mixture.remove, model)
     mixture.build(model, four, config)
-    refused("E-MODEL: the model holds a mixture already", mixture.build, model, four, config)
+    refused(
+        "E-MODEL: the model holds a mixture already", mixture.build, model, four, config
+    )

@@ -23,16 +23,27 @@ from tests.refusals import refused
 
 
 def test_the_presets_are_what_paper_and_code_say_and_a_bad_setting_is_refused_by_name():
-    names = {"top_k": "experts_per_token", "budget": "data_budget", "reduction": "perplexity",
-             "threshold": "duplicate_threshold"}  # fmt: skip
-    printed, config = papers.printed.hyperparameters("rocket", "paper"), Config.preset("paper")
+    names = {
+        "top_k": "experts_per_token",
+        "budget": "data_budget",
+        "reduction": "perplexity",
+        "threshold": "duplicate_threshold",
+    }
+    printed, config = (
+        papers.printed.hyperparameters("rocket", "paper"),
+        Config.preset("paper"),
+    )
     for field in ("shots", "candidates", "experts", *names):
         assert getattr(config, field) == printed[names.get(field, field)]["value"]
     assert Config() == Config.preset("fixed")
-    released = papers.printed.hyperparameters("rocket", "released")["data_budget"]["value"]
+    released = papers.printed.hyperparameters("rocket", "released")["data_budget"][
+        "value"
+    ]
     assert Config.preset("released").budget == released
     for message, changes in {
-        r"E-RANGE: experts \(N\) is 9, expected 1 to 8 \(candidates, M\)": {"experts": 9},
+        r"E-RANGE: experts \(N\) is 9, expected 1 to 8 \(candidates, M\)": {
+            "experts": 9
+        },
         r"E-RANGE: top_k is 5, expected 1 to 4 \(experts, N\)": {"top_k": 5},
         "E-RANGE: lora_dropout is 1": {"lora_dropout": 1.0},
     }.items():
@@ -57,24 +68,39 @@ def test_each_arm_changes_one_step_and_sizes_that_the_settings_do_not_allow_are_
             assert sum(steps) == (2 if name == "random_lora" else 1), name
     assert [ARMS[name] for name in pipeline.UNMIXED] == [None, None]
     for name, change in {
-        "random_lora": {"experts": 1, "top_k": 1}, "data_by_kde": {"sampler": "kde", "gamma": 10.0},
-        "data_strictly_deduplicated": {"threshold": 0.6}, "budget333": {"budget": 333},
-        "budget4000": {"budget": 4000}, "shots20": {"shots": 20},
-        "experts8": {"experts": 8}, "selected3": {"top_k": 3},
-    }.items():  # fmt: skip
+        "random_lora": {"experts": 1, "top_k": 1},
+        "data_by_kde": {"sampler": "kde", "gamma": 10.0},
+        "data_strictly_deduplicated": {"threshold": 0.6},
+        "budget333": {"budget": 333},
+        "budget4000": {"budget": 4000},
+        "shots20": {"shots": 20},
+        "experts8": {"experts": 8},
+        "selected3": {"top_k": 3},
+    }.items():
         assert changed(ARMS[name]) == change
-    names = pipeline.arms(Config(**SMALL | {"shots": 8, "top_k": 2, "budget": 4}), strict=0.6)
+    names = pipeline.arms(
+        Config(**SMALL | {"shots": 8, "top_k": 2, "budget": 4}), strict=0.6
+    )
     assert [name for name in names if name[-1].isdigit()] == [
-        "budget1", "budget16", "shots1", "shots5", "experts2", "selected1"
-    ]  # fmt: skip
+        "budget1",
+        "budget16",
+        "shots1",
+        "shots5",
+        "experts2",
+        "selected1",
+    ]
 
 
 class Words:
     """An encoder of letters: unit vectors of how often each of four occurs."""
 
     def encode(self, texts):
-        counts = np.array([[1e-3 + text.lower().count(c) for c in "aeio"] for text in texts])
-        return (counts / np.linalg.norm(counts, axis=1, keepdims=True)).astype(np.float32)
+        counts = np.array(
+            [[1e-3 + text.lower().count(c) for c in "aeio"] for text in texts]
+        )
+        return (counts / np.linalg.norm(counts, axis=1, keepdims=True)).astype(
+            np.float32
+        )
 
     blocks = augmentation.Encoder.blocks
 
@@ -83,15 +109,21 @@ class Words:
 def world(base, tokenizer, make_bank, shots):
     model, config = base(), Config(shots=3, **SMALL)
     bank = make_bank(model)
-    case = pipeline.score_bank(model, tokenizer, bank, Words(), shots, config, task="own", seed=0)
+    case = pipeline.score_bank(
+        model, tokenizer, bank, Words(), shots, config, task="own", seed=0
+    )
     return model, tokenizer, bank, case, config
 
 
-def test_a_case_holds_its_shots_scores_and_only_missing_rationales(world, shots, monkeypatch):
+def test_a_case_holds_its_shots_scores_and_only_missing_rationales(
+    world, shots, monkeypatch
+):
     model, tokenizer, bank, case, config = world
     assert len(case.shots) == 3
     sets = case.shots, rocket.scoring.expand(case.shots)
-    nats = [rocket.scoring.log_perplexity(model, tokenizer, bank, rows) for rows in sets]
+    nats = [
+        rocket.scoring.log_perplexity(model, tokenizer, bank, rows) for rows in sets
+    ]
     assert np.allclose([case.plain, case.reasoning], nats)
     assert np.allclose(case.scores(1, rationales=False).log_perplexity, nats[0][0])
     texts = [f"{row['prompt']} {row['answer']}" for row in case.shots]
@@ -99,13 +131,17 @@ def test_a_case_holds_its_shots_scores_and_only_missing_rationales(world, shots,
     mixed = [dict(shots[0], rationale=" "), *shots[1:3]]
     written = lambda rows, *_, order: [{**row, "rationale": "Because."} for row in rows]  # noqa: E731
     monkeypatch.setattr(rocket.scoring, "write_rationales", written)
-    case = pipeline.score_bank(model, tokenizer, bank, Words(), mixed, config, task="own", seed=0)
+    case = pipeline.score_bank(
+        model, tokenizer, bank, Words(), mixed, config, task="own", seed=0
+    )
     rationales = {row["prompt"]: row["rationale"] for row in case.shots}
     expected = {row["prompt"]: row["rationale"] for row in shots[1:3]}
     assert rationales == expected | {shots[0]["prompt"]: "Because."}
 
 
-def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_seed(world):
+def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_seed(
+    world,
+):
     _, _, bank, case, config = world
     alike = rocket.selection.similarity(bank, config)
 
@@ -114,7 +150,9 @@ def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_s
         return pipeline.experts(replace(case, **changes), arm, members, best="d")
 
     def drawn(members="abcd", **changes):
-        return [experts(("random",), members, seed=seed, **changes) for seed in range(5)]
+        return [
+            experts(("random",), members, seed=seed, **changes) for seed in range(5)
+        ]
 
     assert experts() == rocket.selection.select(case.scores(3), alike, config).experts
     assert experts(("best",)) == ("d",)
@@ -129,21 +167,36 @@ def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_s
     refused(r"E-RANGE: experts \(N\) is 2, expected 1 to 1", drawn, "a")
 
 
-def test_targets_have_as_many_benchmarks_and_rows_are_the_shots_and_the_nearest_open_ones(world):
+def test_targets_have_as_many_benchmarks_and_rows_are_the_shots_and_the_nearest_open_ones(
+    world,
+):
     assert pipeline.tested(["a", "b"], ["c", "d"]) == {"a": "c", "b": "d"}
     assert pipeline.tested(["a", "b"], []) == {"a": "a", "b": "b"}
-    refused("E-RANGE: benchmarks has 1 names, targets has 2", pipeline.tested, ["a", "b"], ["c"])
+    refused(
+        "E-RANGE: benchmarks has 1 names, targets has 2",
+        pipeline.tested,
+        ["a", "b"],
+        ["c"],
+    )
     _, _, _, case, config = world
-    pool = [{"prompt": text, "answer": "x"} for text in ("aaaa", "oooo", "eeee", "iiii", "aeio")]
+    pool = [
+        {"prompt": text, "answer": "x"}
+        for text in ("aaaa", "oooo", "eeee", "iiii", "aeio")
+    ]
     vectors = Words().encode([row["prompt"] for row in pool])
     chosen = augmentation.choose(case.vectors, [vectors], config).index
-    for open_data, open_rows in ((True, [pool[place] for place in chosen]), (False, [])):
+    for open_data, open_rows in (
+        (True, [pool[place] for place in chosen]),
+        (False, []),
+    ):
         arm = pipeline.Arm(config=config, open_data=open_data)
         assert pipeline.rows(case, arm, pool, vectors) == case.shots + open_rows
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
-def test_tuning_leaves_base_and_loras_as_they_were_and_later_mixtures_alike(world, names):
+def test_tuning_leaves_base_and_loras_as_they_were_and_later_mixtures_alike(
+    world, names
+):
     model, tokenizer, bank, case, config = world
     before, digests = fingerprint(model), [lora.digest for lora in bank.values()]
 
@@ -166,9 +219,12 @@ def test_tuning_leaves_base_and_loras_as_they_were_and_later_mixtures_alike(worl
 
 
 def test_perplexities_stand_beside_what_tuning_came_to_and_correlate_within_a_task():
-    nats = pd.DataFrame([[1.0, 1.0], [2.0, 2.0]], ["x", "y"])  # of two LoRAs on two shots
+    # Of two LoRAs on two shots.
+    nats = pd.DataFrame([[1.0, 1.0], [2.0, 2.0]], ["x", "y"])
     solved, none = pd.DataFrame([[1, 0], [0, 0]], ["x", "y"]), pd.DataFrame()
-    case = pipeline.Case("a", 0, [{}, {}], nats, nats + 3, solved, np.zeros((2, 1)), none)
+    case = pipeline.Case(
+        "a", 0, [{}, {}], nats, nats + 3, solved, np.zeros((2, 1)), none
+    )
     table = findings.foretold({"a": case}, {("a", "y"): [0.25, 0.75]})
     assert table.index.tolist() == [("a", "y")]
     expected = [2 + math.log(2), 5 + math.log(2), 0.25, 0.75, 0.5]
@@ -191,9 +247,14 @@ def test_perplexities_stand_beside_what_tuning_came_to_and_correlate_within_a_ta
 
 def test_an_average_is_over_targets_and_mixed_cases_are_those_that_divide_the_experts():
     right = {"a": [True, False, False, False], "b": [True, True]}
-    nats, tested = {"a": [1.0, 2.0, 3.0, 4.0], "b": [6.0, 8.0]}, {"a": "a_task", "b": "b_task"}
+    nats, tested = (
+        {"a": [1.0, 2.0, 3.0, 4.0], "b": [6.0, 8.0]},
+        {"a": "a_task", "b": "b_task"},
+    )
     tables = {
-        t: pd.DataFrame({"task": tested[t], "domain": "d", "correct": c, "nll": nats[t]})
+        t: pd.DataFrame(
+            {"task": tested[t], "domain": "d", "correct": c, "nll": nats[t]}
+        )
         for t, c in right.items()
     }
     joined = findings.over_targets(tables, tested)
@@ -201,23 +262,41 @@ def test_an_average_is_over_targets_and_mixed_cases_are_those_that_divide_the_ex
     assert joined.nll.mean() == pytest.approx((2.5 + 7) / 2)
     assert joined.groupby("domain").correct.mean().to_dict() == {"a": 0.25, "b": 1}
     again = tables["b"].assign(item=[0, 1])
-    mean = findings.repeated({"b": [again, again.assign(correct=False, nll=[8.0, 2.0])]})["b"]
+    mean = findings.repeated(
+        {"b": [again, again.assign(correct=False, nll=[8.0, 2.0])]}
+    )["b"]
     assert mean.nll.tolist() == [7, 5] and mean.correct.tolist() == [0.5, 0.5]
     tables["a"]["nll"] = np.nan
     assert findings.over_targets(tables, tested).nll.mean() == pytest.approx(7)
     shares = findings.split_cases([[1, 1, 0, 0, 1], [1, 0, 1, 0, 0]], [1, 1, 1, 0, 0])
-    assert shares == pytest.approx({
-        "all right": 0.2, "mixed": 0.6, "all wrong": 0.2, "best expert": 1 / 3, "mean expert": 0.5,
-        "worst expert": 2 / 3, "mixture": 1 / 3,
-    })  # fmt: skip
+    assert shares == pytest.approx(
+        {
+            "all right": 0.2,
+            "mixed": 0.6,
+            "all wrong": 0.2,
+            "best expert": 1 / 3,
+            "mean expert": 0.5,
+            "worst expert": 2 / 3,
+            "mixture": 1 / 3,
+        }
+    )
     agreed = findings.split_cases(np.ones((3, 4)), np.ones(4))
     assert agreed["all right"] == 1
     assert math.isnan(agreed["mixture"]) and math.isnan(agreed["best expert"])
 
 
 BOOK = sources.find(Path(__file__).parents[3], "rocket")
-CELLS = ["".join(cell["source"]) for cell in json.loads(BOOK.path.read_text("utf-8"))["cells"]]
-MODULES = {"rocket": rocket, "hub": hub, "pd": pd, "notebook": notebook, "models": models}
+CELLS = [
+    "".join(cell["source"])
+    for cell in json.loads(BOOK.path.read_text("utf-8"))["cells"]
+]
+MODULES = {
+    "rocket": rocket,
+    "hub": hub,
+    "pd": pd,
+    "notebook": notebook,
+    "models": models,
+}
 
 
 def cell(start):
@@ -226,7 +305,9 @@ def cell(start):
 
 
 def values(tier):
-    return {name: p.default for name, p in BOOK.parameters.items()} | BOOK.settings(tier)
+    return {name: p.default for name, p in BOOK.parameters.items()} | BOOK.settings(
+        tier
+    )
 
 
 def test_the_tier_paper_tunes_as_table_12_says_and_claims_the_average_of_its_tasks():
@@ -245,7 +326,9 @@ def test_the_tier_paper_tunes_as_table_12_says_and_claims_the_average_of_its_tas
 
 
 def test_protocols_run_arms_that_there_are():
-    for used in map(values, ("smoke", "cpu", "nano", "passes", "alone", "real", "gpu", "paper")):
+    for used in map(
+        values, ("smoke", "cpu", "nano", "passes", "alone", "real", "gpu", "paper")
+    ):
         given = {f.name: used[f.name] for f in fields(rocket.Config) if f.name in used}
         main = rocket.Config.preset(used["preset"], **given)
         known = rocket.pipeline.arms(main, strict=used["strict"])
@@ -253,15 +336,23 @@ def test_protocols_run_arms_that_there_are():
 
 
 @pytest.mark.parametrize("tier", ["gpu", "paper"])
-def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split(tier, monkeypatch):
+def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split(
+    tier, monkeypatch
+):
     with pytest.raises(Refusal, match="E-PIN: allenai/ai2_arc: revision is None"):
         exec(cell("names, pins"), values(tier) | MODULES)
 
     def source_rows(name, revision, split="train"):
-        return [{"task": name, "prompt": f"{split} {n}", "answer": "a"} for n in range(3)]
+        return [
+            {"task": name, "prompt": f"{split} {n}", "answer": "a"} for n in range(3)
+        ]
 
     monkeypatch.setattr(rocket.bank, "source_rows", source_rows)
-    space = values(tier) | MODULES | {"run": SimpleNamespace(rows=lambda *, train, test: None)}
+    space = (
+        values(tier)
+        | MODULES
+        | {"run": SimpleNamespace(rows=lambda *, train, test: None)}
+    )
     exec(cell("names, pins"), space)
     assert len(space["pool"]) == 3 * len(space["pool_sets"].split(","))
     for name in space["names"]:
@@ -272,8 +363,15 @@ def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split
 
 def test_members_and_loras_to_retrain_are_of_the_bank_and_every_arm_meets_the_guarded_one():
     space = values("nano") | MODULES | {"bank": {"gcd": None, "sums": None}}
-    refused("E-RANGE: retrain lists 'licence': one of: gcd, sums", exec, cell("again = "), space)
+    refused(
+        "E-RANGE: retrain lists 'licence': one of: gcd, sums",
+        exec,
+        cell("again = "),
+        space,
+    )
     with pytest.raises(Refusal, match=r"E-BANK: .* has no LoRA 'foo'"):
         exec(cell("device = "), space | {"runtime": runtime, "members": "gcd,foo"})
-    assert "rocket.pipeline.experts(case, mixed[arm], clean[t]," in cell("mixed, chosen")
+    assert "rocket.pipeline.experts(case, mixed[arm], clean[t]," in cell(
+        "mixed, chosen"
+    )
     assert "clean[t] |" in cell("prompt, cases")

