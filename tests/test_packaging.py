@@ -328,6 +328,11 @@ PLANTED = {
     "methods/rocket/__init__.py": "",
     "errors.py": "",
     "stray.py": "",
+    "experiments.py": "import moebook.planning",
+    "planning.py": "",
+    "notebook.py": "",
+    "papers.py": "",
+    "plotting.py": "",
     "methods/rivals/poly.py": "",
     "methods/rivals/arrow.py": "import moebook.methods.rivals.poly",
 }

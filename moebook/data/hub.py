@@ -101,13 +101,13 @@ def mixture(
         pool = []
         for name in names.split("+"):
             source = _source(name)
-            pool.append((name, pinned(source, _origin(name, origins))))
+            pool.append((name, pinned(source, origin(name, origins))))
         drawn += _draw(f"{names}/train", pool, size, seed)
     random.Random(f"hub/{seed}").shuffle(drawn)
     return drawn
 
 
-def _origin(name: str, origins: Mapping[str, Origin]) -> Origin:
+def origin(name: str, origins: Mapping[str, Origin]) -> Origin:
     """Where a data set comes from; the dictionary of `pins` knows of every name."""
     try:
         return origins[name]

@@ -51,6 +51,7 @@ setInterval(async () => {{
 }}, 1000)
 </script>
 </body>"""
+LOOKS = 5  # for a file, while another folder takes the place of its own
 THREADS = 16  # requests that are answered at a time; the others wait
 PATIENCE = (
     10  # seconds in which a browser must have sent its request, or taken the answer
@@ -216,20 +217,17 @@ def content_of(place: Path, name: str) -> bytes | None:
     """Read a file below a folder whole; None where there is none, or a link leads out of it.
 
     Whatever the name holds is looked for there and nowhere else. Another folder may take the
-    place of this one meanwhile (`folders.put`), so a file that has gone is looked for once more.
+    place of this one meanwhile (`folders.put`), so a file that has gone is looked for again.
     """
-    for _ in range(2):
+    for _ in range(LOOKS):
         book = folders.present(place)
-        try:
+        # None there, too long a name, or one that no file can have.
+        with suppress(OSError, ValueError):
             path = Path(os.path.realpath(book / name, strict=True))
-            if not path.is_relative_to(os.path.realpath(book)) or not path.is_file():
+            if not path.is_relative_to(os.path.realpath(book)):
                 return None
-            return path.read_bytes()
-        except (
-            OSError,
-            ValueError,
-        ):  # none there, too long a name, one that no file can have
-            continue
+            if path.is_file():
+                return path.read_bytes()
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -31,7 +31,9 @@ WRITTEN = 32  # tokens that are generated to time one
 
 
 @checked
-def texts(tokenizer: Any, size: Count, *, length: Size = 128, seed: int = 0) -> Rows:
+def texts(
+    tokenizer: Callable[..., Any], size: Count, *, length: Size = 128, seed: int = 0
+) -> Rows:
     """Encode plain texts, ``size`` a domain, every token a label: what a base could do before."""
     drawn = [text for part in passages(size, seed).values() for text in part]
     ids = [

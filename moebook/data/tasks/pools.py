@@ -285,20 +285,19 @@ def _requests(task: str, most: int, *, rationale: bool) -> Iterator[Item]:
     wording's order.
     """
     with formed(Path(__file__).with_name("requests.yaml")) as file:
-        wordings = file[task].items()
         slots = file["slots"]
-    for intent, of_intent in wordings:
-        for wording in of_intent:
-            names = [name for _, name, _, _ in Formatter().parse(wording) if name]
-            choices = [slots[name].split("|") for name in names]
-            fillings = list(product(*choices))
-            random.Random(wording).shuffle(fillings)
-            why = f"The intent is {intent}; the slots are {', '.join(names)}."
-            for values in fillings[:most]:
-                filled = dict(zip(names, values, strict=True))
-                answer = json.dumps({"intent": intent} | filled)
-                request = {"request": wording.format_map(filled)}
-                yield Item(request, answer, why if rationale else "")
+        for intent, wordings in file[task].items():
+            for wording in wordings:
+                names = [name for _, name, _, _ in Formatter().parse(wording) if name]
+                choices = [slots[name].split("|") for name in names]
+                fillings = list(product(*choices))
+                random.Random(wording).shuffle(fillings)
+                why = f"The intent is {intent}; the slots are {', '.join(names)}."
+                for values in fillings[:most]:
+                    filled = dict(zip(names, values, strict=True))
+                    answer = json.dumps({"intent": intent} | filled)
+                    request = {"request": wording.format_map(filled)}
+                    yield Item(request, answer, why if rationale else "")
 
 
 def reserved() -> set[str]:

@@ -340,5 +340,8 @@ def open_data(
     if source == "embedded":
         drawn = embedded(size)
     else:
-        drawn = {name: source_rows(name, pins[name])[:size] for name in sets.split(",")}
+        drawn = {}
+        for name in sets.split(","):
+            refuse_unknown(name, SETS, "E-DATA", f"unknown data set '{name}';")
+            drawn[name] = source_rows(name, hub.origin(name, pins))[:size]
     return [row for rows in drawn.values() for row in rows]

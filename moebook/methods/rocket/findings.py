@@ -37,8 +37,8 @@ KINDS = {
 
 @checked
 def foretold(
-    cases: Mapping[str, Case],
-    outcomes: Mapping[tuple[str, str], Outcome],
+    cases: Annotated[Mapping[str, Case], Field(min_length=1)],
+    outcomes: Annotated[Mapping[tuple[str, str], Outcome], Field(min_length=1)],
 ) -> pd.DataFrame:
     """Set perplexities on the shots beside what tuning each LoRA alone came to (Fig. 2, 8).
 

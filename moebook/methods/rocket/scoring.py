@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from pydantic import SkipValidation
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -65,7 +64,7 @@ FIGURE_3 = (
 
 
 @checked
-def draw(rows: SkipValidation[Sequence[Row]], shots: int, seed: int) -> list[Row]:
+def draw(rows: Sequence[Row], shots: int, seed: int) -> list[Row]:
     """Draw the K shots from annotated rows without replacement."""
     if not 1 <= shots <= len(rows):
         refuse("E-KSHOT", f"have {len(rows)} annotated rows, need K = {shots}")

@@ -43,7 +43,7 @@ def test_validation_takes_the_share_with_the_least_nats(model, rows, make_bank):
         )
         tried = []
         for share in (0, 0.25, 0.5, 0.75, 1):
-            one = mixing.merged(bank, torch.tensor([share, 1 - share]), mix=mix)
+            one = mixing.merged(bank, torch.tensor([share, 1.0 - share]), mix=mix)
             with rocket.loras.attached(model, [one]):
                 tried.append(training.nats(model, few))
         assert found == pytest.approx(min(tried), rel=1e-5)
