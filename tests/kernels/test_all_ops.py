@@ -39,9 +39,7 @@ SIZES = {
     "M": 5,
     "L": 1,
 }
-installed = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed"
-)
+installed = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
 def arguments(op, dtype=torch.float32):
@@ -116,12 +114,11 @@ def test_triton_is_refused_where_it_cannot_run(op, interpret, dtype, why, monkey
     refused(why, op, impl="triton", dtype=dtype)
 
 
-EIGHT, COMPLEX = torch.float8_e4m3fn, (torch.complex64,)
-WHOLE, REAL, WIDE = (
-    (torch.int64, torch.bool),
-    (torch.float32, torch.bool),
-    (torch.float64,),
-)
+EIGHT = torch.float8_e4m3fn
+COMPLEX = (torch.complex64,)
+WHOLE = (torch.int64, torch.bool)
+REAL = (torch.float32, torch.bool)
+WIDE = (torch.float64,)
 WRONG = {
     "route": {"logits": (*WHOLE, *COMPLEX)},
     "grouped": {"ids": REAL},
@@ -134,18 +131,8 @@ WRONG = {
         "order": (*REAL, torch.int32),
         "counts": REAL,
     },
-    "split_experts": {
-        "x": WHOLE,
-        "order": (torch.int32,),
-        "slots": (*REAL, torch.uint8),
-    },
-    "adapters": {
-        "h": WHOLE,
-        "source": WIDE,
-        "down": WHOLE,
-        "up": WHOLE,
-        "counts": REAL,
-    },
+    "split_experts": {"x": WHOLE, "order": (torch.int32,), "slots": (*REAL, torch.uint8)},
+    "adapters": {"h": WHOLE, "source": WIDE, "down": WHOLE, "up": WHOLE, "counts": REAL},
     "lora_mixture": {
         "x": (*WHOLE, *WIDE),
         "base": WHOLE,
@@ -261,17 +248,10 @@ def test_a_routing_made_by_hand_has_the_order_and_counts_of_its_ids(change):
     [
         (
             "E-SHAPE: Routing: .* the routing's ids",
-            {
-                "ids": lambda t: t[:, :0],
-                "weights": lambda t: t[:, :0],
-                "order": lambda t: t[:0],
-            },
+            {"ids": lambda t: t[:, :0], "weights": lambda t: t[:, :0], "order": lambda t: t[:0]},
         ),
         ("E-SHAPE: Routing: .* the routing's order", {"order": lambda t: t[1:]}),
-        (
-            "E-RANGE: Routing: ids are -1 to 1, expected 0 to 2",
-            {"ids": lambda t: t - 1},
-        ),
+        ("E-RANGE: Routing: ids are -1 to 1, expected 0 to 2", {"ids": lambda t: t - 1}),
     ],
 )
 @pytest.mark.parametrize("op", ROUTED)
@@ -297,10 +277,8 @@ def test_a_routing_of_other_shapes_or_of_no_expert_is_refused(op, message, chang
 )
 def test_an_activation_that_is_not_elementwise_is_refused(impl, message, act):
     of = arguments("experts")
-    routing, bank = (
-        Routing(*(of[name] for name in Routing._fields)),
-        (of["gate_up"], of["down"]),
-    )
+    routing = Routing(*(of[name] for name in Routing._fields))
+    bank = (of["gate_up"], of["down"])
     if impl == "reference":  # which names the shape [T, E, F]
         message = message.replace(r"\(\d+, ", r"\(\d+, 3, ")
     refusals.refused(
@@ -327,9 +305,8 @@ def test_a_scale_has_a_gradient(op, impl):
     y = call(op, of, impl, scale=scale)
     (found,) = torch.autograd.grad(y.sum(), scale)
     right = call(op, of, impl, scale=1.7).sum() - call(op, of, impl, scale=0.7).sum()
-    assert y.dtype == torch.float32 and found.item() == pytest.approx(
-        right.item(), rel=1e-4
-    )
+    assert y.dtype == torch.float32
+    assert found.item() == pytest.approx(right.item(), rel=1e-4)
     assert torch.allclose(y, call(op, of, impl, scale=0.7), rtol=1e-5)
 
 
@@ -352,10 +329,7 @@ def test_a_scale_that_is_no_number_is_refused(op, code, scale):
 @pytest.mark.parametrize(
     ("message", "run"),
     [
-        (
-            "E-SHAPE: nearest_rows: .*pool",
-            lambda: nearest_rows(ones(()), ones(2, 4), 1),
-        ),
+        ("E-SHAPE: nearest_rows: .*pool", lambda: nearest_rows(ones(()), ones(2, 4), 1)),
         ("E-SHAPE: groups: .*similarity", lambda: groups(ones(()), ones(5), 2)),
         (
             "E-RANGE: grouped: ids are 0 to 3, expected 0 to 2",
@@ -373,7 +347,8 @@ def test_what_has_no_rows_or_names_no_expert_is_refused(run, message):
 
 @pytest.mark.parametrize("op", ["experts", "adapters", "lora_mixture"])
 def test_a_gradient_that_is_not_asked_for_costs_nothing(op):
-    one, many = ("h", "source") if op == "adapters" else ("x",), ("down", "up")
+    one = ("h", "source") if op == "adapters" else ("x",)
+    many = ("down", "up")
     many = ("gate_up", "down") if op == "experts" else many
     cost = {}
     for asked in ((*one, *many), one, many):
@@ -384,7 +359,8 @@ def test_a_gradient_that_is_not_asked_for_costs_nothing(op):
             out.sum().backward()
         cost[asked] = backward.get_total_flops() / forward.get_total_flops()
     both, inputs, weights = cost.values()
-    assert (both, inputs) == (2, 1) and 1 < weights < 2
+    assert (both, inputs) == (2, 1)
+    assert 1 < weights < 2
 
 
 @installed
@@ -393,10 +369,9 @@ def test_a_gradient_that_is_not_asked_for_costs_nothing(op):
 )
 @pytest.mark.parametrize("op", TWINS)
 def test_kernels_are_launched_where_the_first_tensor_lies(op, monkeypatch):
-    seen, nothing = [], contextlib.nullcontext()
-    monkeypatch.setattr(
-        torch.cuda, "device_of", lambda tensor: seen.append(tensor) or nothing
-    )
+    seen = []
+    nothing = contextlib.nullcontext()
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: seen.append(tensor) or nothing)
     changed(op, impl="triton")
     assert seen
 
@@ -433,21 +408,11 @@ def test_a_name_is_obeyed_or_refused_and_auto_is_the_first_on_a_cpu(monkeypatch)
     ("capability", "compiler", "why"),
     [
         ((8, 0), "/usr/bin/gcc", None),
-        (
-            (7, 5),
-            "/usr/bin/gcc",
-            "cuda:0 has compute capability 7.5, expected at least 8.0",
-        ),
-        (
-            (9, 0),
-            None,
-            "Triton finds no C compiler: install gcc or clang, or name one in CC",
-        ),
+        ((7, 5), "/usr/bin/gcc", "cuda:0 has compute capability 7.5, expected at least 8.0"),
+        ((9, 0), None, "Triton finds no C compiler: install gcc or clang, or name one in CC"),
     ],
 )
-def test_auto_is_triton_only_on_a_gpu_that_can_run_it(
-    capability, compiler, why, monkeypatch
-):
+def test_auto_is_triton_only_on_a_gpu_that_can_run_it(capability, compiler, why, monkeypatch):
     """The GPU is PyTorch's fake one, with a device and no memory; Triton and a kernel are too."""
     monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
     monkeypatch.setitem(

@@ -54,11 +54,11 @@ OPTIONS = ("num_warps", "num_stages")
 def kernels(dtype, tma):
     """Yield (kernel, constants, blocks that are fetched) as the launchers set them."""
     wide = dtype == torch.float32
-    for chosen in (
-        grouped.blocks(dtype, large) for large in ((False,) if wide else (True, False))
-    ):
-        deep, shared = chosen["BK"], {"TMA": tma, "PROGRAMS": 132, **chosen}
-        half, rows = chosen["BN"] // 2, {"rows": (chosen["BM"], deep)}
+    for chosen in (grouped.blocks(dtype, large) for large in ((False,) if wide else (True, False))):
+        deep = chosen["BK"]
+        shared = {"TMA": tma, "PROGRAMS": 132, **chosen}
+        half = chosen["BN"] // 2
+        rows = {"rows": (chosen["BM"], deep)}
         yield (
             experts._gated_up,
             {"D": 2048, "F": 1024, **shared, "BN": half},
@@ -112,7 +112,8 @@ def compiled(kernel, constants, fetched, dtype, arch):
     """Compile one kernel and describe the result."""
     options = {key: value for key, value in constants.items() if key in OPTIONS}
     constants = {key: value for key, value in constants.items() if key not in OPTIONS}
-    signature, attributes = {}, {}
+    signature = {}
+    attributes = {}
     for place, name in enumerate(kernel.arg_names):
         signature[name] = (
             "constexpr" if name in constants else TYPES.get(name, f"*{dtype}")
@@ -149,7 +150,8 @@ def stack(cubin):
 
 def main():
     """Print what the compiler says of the target that the command line names: a line of JSON."""
-    arch, dtype = int(sys.argv[1]), sys.argv[2]
+    arch = int(sys.argv[1])
+    dtype = sys.argv[2]
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     cases = kernels(dtypes[dtype], tma=(arch, dtype) == (90, "bf16"))
     print(json.dumps([compiled(*case, dtype, arch) for case in cases]))

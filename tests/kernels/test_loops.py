@@ -33,12 +33,7 @@ SHAPES = {
         (0, 3, 2, 4, 2),
         (260, 2, 2, 6, 3),  # enough tokens to sort them by pair
     ],
-    "lora_mixture": [
-        (6, 3, 8, 4, 5),
-        (5, 1, 6, 2, 4),
-        (1, 4, 4, 3, 7),
-        (0, 2, 4, 2, 3),
-    ],
+    "lora_mixture": [(6, 3, 8, 4, 5), (5, 1, 6, 2, 4), (1, 4, 4, 3, 7), (0, 2, 4, 2, 3)],
 }
 SHAPES["experts"] = [shape[:5] for shape in SHAPES["split_experts"]]
 LETTERS = {"adapters": "T E K D R", "lora_mixture": "T N D R O"}
@@ -77,13 +72,15 @@ def through(op, of, t, e, chosen):
     if op == "adapters":
         pre = of["source"][t] @ of["down"][e]
         return 0.7 * (pre * 0.5 * (1 + torch.erf(pre / math.sqrt(2)))) @ of["up"][e]
-    gate_up, down = of["gate_up"][e], of["down"][e]
+    gate_up = of["gate_up"][e]
+    down = of["down"][e]
     if chosen is not None:
-        gate_up, down = gate_up.detach(), down.detach()
+        gate_up = gate_up.detach()
+        down = down.detach()
     if e in (chosen or ()):
-        gate_up, down = (
-            of[f"trained_{name}"][chosen.index(e)] for name in ("gate_up", "down")
-        )
+        place = chosen.index(e)
+        gate_up = of["trained_gate_up"][place]
+        down = of["trained_down"][place]
     gate, up = (gate_up @ of["x"][t]).chunk(2)
     return down @ (gate / (1 + (-gate).exp()) * up)
 
@@ -91,21 +88,21 @@ def through(op, of, t, e, chosen):
 def loop(op, of, K=2, chosen=None):
     """Token by token, expert by expert."""
     if op == "lora_mixture":
-        ids, shares = (
-            torch.arange(of["gates"].shape[1]).expand(of["gates"].shape),
-            of["gates"],
-        )
+        ids = torch.arange(of["gates"].shape[1]).expand(of["gates"].shape)
+        shares = of["gates"]
     elif "ids" in of:
-        ids, shares = of["ids"], of["weights"]
+        ids = of["ids"]
+        shares = of["weights"]
     else:
         values, order = of["logits"].sort(dim=1, descending=True)
-        ids, shares = (
-            order[:, :K],
-            values[:, :K].exp() / values[:, :K].exp().sum(1, keepdim=True),
-        )
+        ids = order[:, :K]
+        shares = values[:, :K].exp() / values[:, :K].exp().sum(1, keepdim=True)
     rows = []
     for t, experts_of_t in enumerate(ids.tolist()):
-        row = of["base"][t] if "base" in of else of["h"][t] if "h" in of else 0
+        row = 0
+        for residual in ("base", "h"):
+            if residual in of:
+                row = of[residual][t]
         for k, e in enumerate(experts_of_t):
             row = row + shares[t, k] * through(op, of, t, e, chosen)
         rows.append(row)
@@ -116,12 +113,9 @@ def with_gradients(out, of):
     """The output, then the gradients of all inputs that need one, zero where there is none."""
     leaves = [leaf for leaf in of.values() if leaf.requires_grad]
     wave = torch.arange(out.numel(), device=out.device).view_as(out).cos().to(out.dtype)
-    return [
-        out,
-        *torch.autograd.grad(
-            out, leaves, wave, allow_unused=True, materialize_grads=True
-        ),
-    ]
+    zero_where_none = {"allow_unused": True, "materialize_grads": True}
+    gradients = torch.autograd.grad(out, leaves, wave, **zero_where_none)
+    return [out, *gradients]
 
 
 def close(got, want, tolerance=1e-10):
@@ -172,7 +166,8 @@ def test_what_needs_no_gradient_gets_none_and_changes_no_other(op):
     for name in of:
         for trained in ({name}, of.keys() - {name}):
             some = {n: t.detach().requires_grad_(n in trained) for n, t in of.items()}
-            if (y := by_op(op, some, "torch", *rest)).requires_grad:
+            y = by_op(op, some, "torch", *rest)
+            if y.requires_grad:
                 expected = [want[n] for n in some if n in trained]
                 assert all(map(torch.equal, with_gradients(y, some)[1:], expected))
     if op == "split_experts":
@@ -199,9 +194,8 @@ def test_an_expert_that_a_token_chose_twice_counts_twice(op, tokens, K, impl):
     """Tokens that choose one expert twice, the other twice, or both; the last by pair."""
     if impl == "triton" and find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    device, dtype = (
-        (DEVICE, torch.float32) if impl == "triton" else ("cpu", torch.float64)
-    )
+    device = DEVICE if impl == "triton" else "cpu"
+    dtype = torch.float32 if impl == "triton" else torch.float64
     of, *_ = given(op, (tokens, 2, K, 6, 3))
     of = {name: t.detach().to(device, dtype).requires_grad_() for name, t in of.items()}
     # 0 0 1, 0 0 1, ...
@@ -238,10 +232,7 @@ def test_any_elementwise_activation_will_do_and_triton_knows_silu_alone():
         ("silu", "act is 'silu', expected a function"),
         (torch.nn.PReLU(), "act is PReLU, whose parameters would get no gradient"),
         (torch.nn.SiLU(inplace=True), "act is SiLU, expected one that is not in place"),
-        (
-            torch.nn.Sequential(torch.nn.SiLU(inplace=True)),
-            "act is Sequential, expected one",
-        ),
+        (torch.nn.Sequential(torch.nn.SiLU(inplace=True)), "act is Sequential, expected one"),
     ],
 )
 def test_an_activation_that_the_backward_pass_would_miss_is_refused(act, why, impl):
@@ -266,9 +257,8 @@ def test_a_token_that_is_not_finite_spoils_the_weights_of_its_experts_alone(toke
     routing = route(of["logits"].detach(), 1)
     assert (routing.counts > 16).all()  # so that segments are filled up
     of["x"].data[token] = torch.nan
-    experts(
-        of["x"], routing, bank := Bank(of["gate_up"], of["down"]), F.silu
-    ).sum().backward()
+    bank = Bank(of["gate_up"], of["down"])
+    experts(of["x"], routing, bank, F.silu).sum().backward()
     for weight in bank:
         spoilt = weight.grad.isnan().flatten(1).any(1)
         assert torch.equal(spoilt, torch.arange(3) == routing.ids[token])
@@ -276,7 +266,8 @@ def test_a_token_that_is_not_finite_spoils_the_weights_of_its_experts_alone(toke
 
 def test_a_second_backward_pass_finds_all_that_the_first_did():
     of, K, _ = given("experts", (61, 16, 3, 16, 8))
-    loss, leaves = by_op("experts", of, "torch", K).sin().sum(), list(of.values())
+    loss = by_op("experts", of, "torch", K).sin().sum()
+    leaves = list(of.values())
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     assert all(map(torch.equal, first, torch.autograd.grad(loss, leaves)))
 
@@ -298,8 +289,8 @@ def test_any_mixture_of_dtypes_is_as_accurate_as_the_reference(of_x, of_base, of
     of = {n: t.detach().to(dtypes.get(n, of_x)).requires_grad_() for n, t in of.items()}
     exact = {name: t.detach().double().requires_grad_() for name, t in of.items()}
     truth = with_gradients(by_op("lora_mixture", exact, "reference"), exact)
-    ys = [by_op("lora_mixture", of, impl) for impl in ("torch", "reference")]
-    fast, plain = (with_gradients(y, of) for y in ys)
+    fast = with_gradients(by_op("lora_mixture", of, "torch"), of)
+    plain = with_gradients(by_op("lora_mixture", of, "reference"), of)
     assert fast[0].dtype == of_base
     for a, b, want in zip(fast, plain, truth, strict=True):
         assert a.dtype == b.dtype
@@ -313,5 +304,6 @@ def test_leading_dimensions_of_a_mixture_are_kept_and_a_bases_gradient_is_the_in
     }
     y = by_op("lora_mixture", of, "torch")
     torch.testing.assert_close(by_op("lora_mixture", shaped, "torch").flatten(0, 1), y)
-    (grad,) = torch.autograd.grad(y, of["base"], incoming := torch.ones_like(y))
+    incoming = torch.ones_like(y)
+    (grad,) = torch.autograd.grad(y, of["base"], incoming)
     assert grad.data_ptr() == incoming.data_ptr()

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 from moebook.kernels import Bank, experts, matmul, route
 from moebook.kernels.matmul import LARGE, empty, is_compiled, is_wider, product
 
-CPU, ONE, SHAPE = torch.device("cpu"), torch.zeros(1), (LARGE // 4, 2)
+CPU = torch.device("cpu")
+ONE = torch.zeros(1)
+SHAPE = (LARGE // 4, 2)
 
 
 def factors(rows, inner, columns, kind="plain"):
@@ -36,7 +38,8 @@ def products(left, right):
     table = torch.full((len(left), right.shape[1] + 3), torch.nan)
     assert product(left, right, out=out) is out
     product(left, right, out=table[:, 2:-1])
-    assert table[:, :2].isnan().all() and table[:, -1].isnan().all()
+    assert table[:, :2].isnan().all()
+    assert table[:, -1].isnan().all()
     torch.testing.assert_close(table[:, 2:-1], out, equal_nan=True)
     return product(left, right), out
 
@@ -68,13 +71,9 @@ def test_pieces_of_a_large_result_are_the_whole(threads, request, monkeypatch):
 
 @pytest.mark.usefixtures("library")
 def test_what_is_empty_or_not_finite_comes_through_where_it_belongs():
-    left, right = torch.ones(40, 20), torch.ones(20, 30)
-    left[3, 4], left[5, 6], left[7, 0], left[8, :2] = (
-        torch.nan,
-        torch.inf,
-        -torch.inf,
-        torch.inf,
-    )
+    left = torch.ones(40, 20)
+    right = torch.ones(20, 30)
+    left[3, 4], left[5, 6], left[7, 0], left[8, :2] = torch.nan, torch.inf, -torch.inf, torch.inf
     left[8, 1] = -torch.inf
     right[0, 9] = 0  # times infinity
     empty = (
@@ -97,7 +96,8 @@ def test_it_computes_in_all_modes_and_leaves_other_dtypes_to_pytorch(request):
     torch.use_deterministic_algorithms(True)
     assert torch.equal(products(left, right)[1], want)
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        one, other = left.to(dtype), right.to(dtype)
+        one = left.to(dtype)
+        other = right.to(dtype)
         assert torch.equal(product(one, other), torch.mm(one, other))
 
 
@@ -118,13 +118,9 @@ def test_only_large_products_are_compiled_in_float32_and_all_in_bfloat16(
 
 
 @pytest.mark.parametrize("lacking", ["", "mkl", "avx512", "amd", "file", "op"])
-def test_onednn_is_wider_on_amd_with_avx512_where_pytorch_has_mkl(
-    lacking, monkeypatch, tmp_path
-):
-    info, vendor = (
-        tmp_path / "cpuinfo",
-        "GenuineIntel" if lacking == "amd" else "AuthenticAMD",
-    )
+def test_onednn_is_wider_on_amd_with_avx512_where_pytorch_has_mkl(lacking, monkeypatch, tmp_path):
+    info = tmp_path / "cpuinfo"
+    vendor = "GenuineIntel" if lacking == "amd" else "AuthenticAMD"
     if lacking != "file":
         info.write_text(f"vendor_id\t: {vendor}\n")
     capability = "AVX2" if lacking == "avx512" else "AVX512"
@@ -145,8 +141,10 @@ def nothing_free(monkeypatch):
 
 def test_memory_comes_back_for_any_shape_when_the_last_tensor_that_shares_it_is_gone():
     first = empty(SHAPE, ONE)
-    place, row = first.data_ptr(), first[3]
-    assert place % 64 == 0 and empty(SHAPE, ONE).data_ptr() != place
+    place = first.data_ptr()
+    row = first[3]
+    assert place % 64 == 0
+    assert empty(SHAPE, ONE).data_ptr() != place
     del first
     assert empty(SHAPE, ONE).data_ptr() != place, "a row of it is still held"
     array = row.numpy()
@@ -207,10 +205,9 @@ def test_training_is_bitwise_what_it_is_in_new_memory(
         """Two passes a step; gradients of one step and of one pass are held to the end."""
         monkeypatch.setattr(matmul, "LARGE", large)
         torch.manual_seed(0)
-        bank = Bank(
-            *(torch.nn.Parameter(torch.randn(4, *s)) for s in ((12, 8), (8, 6)))
-        )
-        steps, held = optimizer(bank, lr=0.01), []
+        bank = Bank(*(torch.nn.Parameter(torch.randn(4, *s)) for s in ((12, 8), (8, 6))))
+        steps = optimizer(bank, lr=0.01)
+        held = []
         for step in range(4):
             for _ in range(2):
                 x = torch.randn(30, 8, requires_grad=True)
@@ -222,4 +219,5 @@ def test_training_is_bitwise_what_it_is_in_new_memory(
             steps.zero_grad(set_to_none=set_to_none)
         return [*held, *(weight.detach() for weight in bank)]
 
-    assert all(map(torch.equal, train(1), train(2**60))) and matmul._free
+    assert all(map(torch.equal, train(1), train(2**60)))
+    assert matmul._free

@@ -198,10 +198,8 @@ def tensors(op, case, of):
         case "bank_scoring":
             lengths = torch.tensor(case["lengths"], dtype=torch.int64, device=device)
             tokens = sum(case["lengths"])
-            readers, targets = (
-                numbers(tokens, 7) % case["T"],
-                numbers(tokens, 5) % case["V"],
-            )
+            readers = numbers(tokens, 7) % case["T"]
+            targets = numbers(tokens, 5) % case["V"]
             return {**of, "readers": readers, "targets": targets, "lengths": lengths}
         case "nearest_rows":
             return {
@@ -230,14 +228,15 @@ def outputs(op, case, of, impl):
 def outcome(op, case, of, impl):
     """Outputs, then the gradient of every input where something has one, all in float64."""
     ys = outputs(op, case, of, impl)
-    some = [y for y in ys if y.requires_grad]
-    waves = [
-        torch.arange(y.numel(), device=y.device).view_as(y).cos().to(y.dtype)
-        for y in some
-    ]
-    grads, rest = (), {"allow_unused": True, "materialize_grads": True}
-    if some:
-        grads = torch.autograd.grad(some, list(of.values()), waves, **rest)
+    graded = [y for y in ys if y.requires_grad]
+    waves = []
+    for y in graded:
+        numbers = torch.arange(y.numel(), device=y.device).view_as(y)
+        waves.append(numbers.cos().to(y.dtype))
+    grads = ()
+    zero_where_none = {"allow_unused": True, "materialize_grads": True}
+    if graded:
+        grads = torch.autograd.grad(graded, list(of.values()), waves, **zero_where_none)
     return [tensor.detach().double() for tensor in (*ys, *grads)]
 
 
@@ -254,11 +253,8 @@ def check(op, shape, impl, dtype, device, draws=8, repeated=True, limit=2):
         truth = outcome(op, sizes, exact, "reference")
         for name in errors:
             got = outcome(op, sizes, of, name)
-            pairs = zip(got, truth, strict=True)
-            norms = torch.stack(
-                [torch.stack([(a - b).norm(), b.norm()]) for a, b in pairs]
-            )
-            wrong, size = norms.T
+            wrong = torch.stack([(a - b).norm() for a, b in zip(got, truth, strict=True)])
+            size = torch.stack([right.norm() for right in truth])
             errors[name] = errors[name] + wrong / size.where(size > 0, 1)
             if name == impl and repeated and seed == draws - 1:
                 again = outcome(op, sizes, of, impl)
@@ -281,10 +277,9 @@ def test_what_a_cpu_runs_is_as_near_to_float64_as_pytorch(op, kind, dtype, libra
 @installed
 @each(KERNELS)
 def test_kernels_are_as_near_to_float64_as_pytorch(op, kind, dtype):
-    draws, repeated = 8, kind in ("ragged", "many rows")
-    if (
-        INTERPRETED and op != "lora_mixture"
-    ):  # slow: fewer draws, the more numbers one has
+    draws = 8
+    repeated = kind in ("ragged", "many rows")
+    if INTERPRETED and op != "lora_mixture":  # slow: fewer draws, the more numbers one has
         many = op in NEAR and kind in ("even", "ragged", "fetched", "apart, ragged")
         draws = 1 if many else 4 if kind in ("idle", "one row") else 2
     check(op, OPS[op][kind], "triton", dtype, DEVICE, draws, repeated)

@@ -49,9 +49,7 @@ def test_among_equal_logits_the_lower_expert_wins(logits, ids, impl):
     )
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k"),
     [
@@ -70,8 +68,10 @@ def test_fast_path_chooses_what_the_reference_chooses(tokens, experts, top_k, dt
     for number in (torch.inf, -torch.inf, torch.nan, -torch.tensor(torch.nan), -0.0):
         logits[torch.rand(tokens, experts) < 0.03] = number
         logits[torch.rand(tokens, experts) < 0.03] = torch.finfo(dtype).min
-    ours, want = route(logits, top_k, impl="torch"), reference(logits, top_k)
-    assert torch.equal(ours.ids, want.ids) and torch.equal(ours.order, want.order)
+    ours = route(logits, top_k, impl="torch")
+    want = reference(logits, top_k)
+    assert torch.equal(ours.ids, want.ids)
+    assert torch.equal(ours.order, want.order)
 
 
 def test_order_groups_slots_by_expert_and_keeps_token_order_within():
@@ -91,7 +91,8 @@ def test_shapes_are_inferred_on_meta(impl):
     assert [tuple(part.shape) for part in routing] == [(7, 3), (7, 3), (21,), (5,)]
     layout = lay_out(routing, torch.float32, 1)  # as if each expert had as many
     assert [rows.stop - rows.start for _, rows in layout.segments] == [5, 4, 4, 4, 4]
-    assert len(layout.parts(1)) == 1 and layout.token.is_meta
+    assert len(layout.parts(1)) == 1
+    assert layout.token.is_meta
 
 
 @pytest.mark.parametrize("combine", ["renormalised", "probability"])
@@ -114,11 +115,7 @@ IDS = torch.zeros(4, 1, dtype=torch.int64)
         (route, {"combine": "sum"}, "E-CHOICE"),
         (balance_loss, {"form": "dead"}, "E-CHOICE"),
         (balance_loss, {"mask": torch.ones(3)}, "E-SHAPE"),
-        (
-            balance_loss,
-            {"logits": torch.zeros(4, 0)},
-            r"E-SHAPE: .*: expected logits \[T, E\]",
-        ),
+        (balance_loss, {"logits": torch.zeros(4, 0)}, r"E-SHAPE: .*: expected logits \[T, E\]"),
         (balance_loss, {"ids": IDS[:, :0]}, "E-SHAPE"),
         (balance_loss, {"ids": IDS[:2]}, "E-SHAPE"),
     ],
@@ -156,9 +153,7 @@ def test_segments_that_are_compiled_have_few_sizes_and_little_filling(monkeypatc
         (8, [[0, 1]] * 6, 4),
     ],
 )
-def test_value_is_1_for_uniform_and_E_over_K_for_collapsed_routing(
-    experts, chosen, want, impl
-):
+def test_value_is_1_for_uniform_and_E_over_K_for_collapsed_routing(experts, chosen, want, impl):
     ids = torch.tensor(chosen)
     logits = torch.zeros(len(ids), experts, dtype=torch.float64).scatter(1, ids, 60.0)
     value = balance_loss(logits, route(logits, ids.shape[1]).ids, impl=impl)
@@ -196,7 +191,8 @@ def test_the_kept_form_averages_the_gates_by_expert(impl):
 @both
 def test_padding_has_no_influence_on_value_or_gradient_which_is_the_numerical_one(impl):
     logits = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
-    mask, ids = torch.arange(9) < 6, route(logits, 2).ids
+    mask = torch.arange(9) < 6
+    ids = route(logits, 2).ids
     masked = balance_loss(logits, ids, mask=mask, impl=impl)
     short = balance_loss(logits[:6], ids[:6], impl=impl)
     assert masked.item() == pytest.approx(short.item(), abs=1e-12)
@@ -224,10 +220,9 @@ def test_the_released_form_is_the_constant_E_over_K_without_a_gradient(spread):
 def test_in_sixteen_bits_more_slots_count_than_the_largest_number(impl, dtype):
     logits = torch.randn(70_000, 4).to(dtype).requires_grad_()
     ids = route(logits, 2).ids.int()
-    value, want = (
-        balance_loss(logits, ids, impl=impl),
-        balance_loss(logits.double(), ids),
-    )
-    assert value.dtype == dtype and value.item() == pytest.approx(want.item(), rel=0.01)
+    value = balance_loss(logits, ids, impl=impl)
+    want = balance_loss(logits.double(), ids)
+    assert value.dtype == dtype
+    assert value.item() == pytest.approx(want.item(), rel=0.01)
     grads = [torch.autograd.grad(each * 1024, logits)[0] for each in (value, want)]
     torch.testing.assert_close(*grads, rtol=0.02, atol=1e-4)

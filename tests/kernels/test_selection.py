@@ -20,16 +20,17 @@ impls = pytest.mark.parametrize("impl", ["torch", "reference"])
 def literal(similarity, worth, size, inverse=False):
     """(total, members, rank) of all groups, best first; reads above the diagonal alone."""
     listed = list(combinations(range(len(worth)), size))
-    sums = [
-        sum(Fraction(similarity[i][j]) for i, j in combinations(g, 2)) for g in listed
-    ]
-    keys = [(s < 0, s) for s in sums] if inverse else sums
+    keys = []
+    for group in listed:
+        alike = sum(Fraction(similarity[i][j]) for i, j in combinations(group, 2))
+        keys.append((alike < 0, alike) if inverse else alike)  # inverse: negative sums last
     ordered = sorted(keys)
-    ranks = [ordered.index(key) + 1 for key in keys]
-    totals = [
-        rank + sum(worth[m] for m in g) for rank, g in zip(ranks, listed, strict=True)
-    ]
-    return sorted(zip(totals, listed, ranks, strict=True))
+    found = []
+    for group, key in zip(listed, keys, strict=True):
+        rank = ordered.index(key) + 1
+        total = rank + sum(worth[member] for member in group)
+        found.append((total, group, rank))
+    return sorted(found)
 
 
 @st.composite
@@ -94,7 +95,8 @@ def asked(shape):
 
 def nats_by_loops(hidden, head, answers):
     """Sum over each answer's tokens, one at a time, in float64."""
-    hidden, head = hidden.double(), head.double()
+    hidden = hidden.double()
+    head = head.double()
     sums = torch.zeros(len(hidden), len(answers.lengths), dtype=torch.float64)
     samples = torch.arange(len(answers.lengths)).repeat_interleave(answers.lengths)
     for adapter, token in np.ndindex(len(hidden), len(samples)):
@@ -143,64 +145,20 @@ FORTY = {"similarity": torch.zeros(40, 40), "worth": torch.zeros(40)}
 @pytest.mark.parametrize(
     ("op", "change", "message"),
     [
-        (
-            groups,
-            {"similarity": torch.zeros(3, 4)},
-            r"E-SHAPE: groups: .* got \(3, 4\), \(4,\)",
-        ),
+        (groups, {"similarity": torch.zeros(3, 4)}, r"E-SHAPE: groups: .* got \(3, 4\), \(4,\)"),
         (groups, {"size": 5}, "E-RANGE: groups: size is 5, expected 1 to 4"),
         (groups, {"best": 0}, "E-RANGE: groups: best is 0"),
         (groups, {"best": 2.5}, "E-TYPE: groups: best is 2.5, expected a whole number"),
-        (
-            groups,
-            {"diversity": "inverted"},
-            "E-CHOICE: groups: unknown diversity 'inverted'",
-        ),
-        (
-            groups,
-            {"similarity": torch.full((4, 4), torch.nan)},
-            "E-NONFINITE: groups: similarity",
-        ),
-        (
-            groups,
-            {"worth": torch.full((4,), torch.inf)},
-            "E-NONFINITE: groups: worth holds",
-        ),
-        (
-            groups,
-            {"worth": torch.tensor([1e308] * 4, dtype=torch.float64)},
-            "E-NONFINITE: .* adds",
-        ),
-        (
-            groups,
-            FORTY | {"size": 20},
-            "E-RANGE: .* 40 candidates have 137,846,528,820 groups",
-        ),
-        (
-            scored,
-            {"head": torch.zeros(11, 9)},
-            "E-SHAPE: bank_scoring: expected hidden",
-        ),
-        (
-            scored,
-            {"targets": torch.zeros(5).long()},
-            "E-SHAPE: bank_scoring: expected hidden",
-        ),
-        (
-            scored,
-            {"lengths": torch.tensor([2, 1])},
-            "E-SHAPE: bank_scoring: lengths sum to 3",
-        ),
-        (
-            scored,
-            {"readers": torch.tensor([0, 1, 2, 3, 4, 7])},
-            "E-RANGE: .* readers .* 0 to 6",
-        ),
-        (
-            scored,
-            {"targets": torch.tensor([0, -1, 2, 3, 4, 7])},
-            "E-RANGE: .* targets .* 0 to 10",
-        ),
+        (groups, {"diversity": "inverted"}, "E-CHOICE: groups: unknown diversity 'inverted'"),
+        (groups, {"similarity": torch.full((4, 4), torch.nan)}, "E-NONFINITE: groups: similarity"),
+        (groups, {"worth": torch.full((4,), torch.inf)}, "E-NONFINITE: groups: worth holds"),
+        (groups, {"worth": torch.tensor([1e308] * 4, dtype=torch.float64)}, "E-NONFINITE: .* adds"),
+        (groups, FORTY | {"size": 20}, "E-RANGE: .* 40 candidates have 137,846,528,820 groups"),
+        (scored, {"head": torch.zeros(11, 9)}, "E-SHAPE: bank_scoring: expected hidden"),
+        (scored, {"targets": torch.zeros(5).long()}, "E-SHAPE: bank_scoring: expected hidden"),
+        (scored, {"lengths": torch.tensor([2, 1])}, "E-SHAPE: bank_scoring: lengths sum to 3"),
+        (scored, {"readers": torch.tensor([0, 1, 2, 3, 4, 7])}, "E-RANGE: .* readers .* 0 to 6"),
+        (scored, {"targets": torch.tensor([0, -1, 2, 3, 4, 7])}, "E-RANGE: .* targets .* 0 to 10"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(op, change, message):

@@ -39,10 +39,12 @@ def drawn(rows, width, seed=0, dtype=torch.float32):
 
 def best_by_loops(pool, shots, count):
     """(row, cosine) of the best rows: a loop over rows and shots; 0 where a row is zero."""
-    units, rows = [shot / shot.norm() for shot in shots.double()], pool.double()
-    cosines = [
-        max(float(row @ u) for u in units) / (row.norm().item() or 1) for row in rows
-    ]
+    units = [shot / shot.norm() for shot in shots.double()]
+    rows = pool.double()
+    cosines = []
+    for row in rows:
+        largest_product = max(float(row @ shot) for shot in units)
+        cosines.append(largest_product / (row.norm().item() or 1))
     order = sorted(range(len(cosines)), key=lambda row: -cosines[row])[:count]  # stable
     return order, [cosines[row] for row in order]
 
@@ -60,27 +62,28 @@ def best_by_loops(pool, shots, count):
     ],
 )
 def test_the_rows_are_those_of_the_loop(rows, shots, width, count, impl):
-    pool, asked = (
-        drawn(rows, width, dtype=torch.float64),
-        drawn(shots, width, 1, torch.float64),
-    )
+    pool = drawn(rows, width, dtype=torch.float64)
+    asked = drawn(shots, width, 1, torch.float64)
     pool[rows // 2 : rows // 2 + 1] = 0
     wanted, cosines = best_by_loops(pool, asked, count)
     found = nearest_rows(pool.requires_grad_(), asked, count, impl=impl)
-    assert found.index.tolist() == wanted and found.seen == rows
+    assert found.index.tolist() == wanted
+    assert found.seen == rows
     torch.testing.assert_close(found.key, torch.tensor(cosines, dtype=torch.float64))
     assert torch.equal(found.vectors, pool[found.index])
-    assert not found.key.requires_grad and not found.vectors.requires_grad
+    assert not found.key.requires_grad
+    assert not found.vectors.requires_grad
 
 
 def test_sieved_blocks_lose_no_row_and_are_as_near_to_float64_as_the_reference():
-    pool, asked = drawn(9000, 96), drawn(SIEVED, 96, 1)
-    found, plain = (
-        nearest_rows(pool, asked, 9000, impl=i).key for i in ("torch", "reference")
-    )
+    pool = drawn(9000, 96)
+    asked = drawn(SIEVED, 96, 1)
+    found = nearest_rows(pool, asked, 9000, impl="torch").key
+    plain = nearest_rows(pool, asked, 9000, impl="reference").key
     exact = nearest_rows(pool.double(), asked.double(), 9000, impl="reference").key
     assert (found - exact).norm() <= 2 * (plain - exact).norm()
-    pool, shots = drawn(30_000, 16), drawn(SIEVED, 16, 1)
+    pool = drawn(30_000, 16)
+    shots = drawn(SIEVED, 16, 1)
     pool[::3] = pool[0]  # a third of the pool ties
     exact = (normalize(pool.double()) @ normalize(shots.double()).T).amax(1)
     found = nearest_rows(pool, shots, 500)
@@ -96,7 +99,8 @@ def test_sieved_blocks_lose_no_row_and_are_as_near_to_float64_as_the_reference()
 def test_of_equal_rows_the_earlier_are_taken_16_bits_may_be_long_and_nan_is_named(impl):
     pool = torch.eye(4).repeat(2000, 1)
     found = nearest_rows(pool, torch.eye(4)[:1].repeat(10, 1), 5, impl=impl)
-    assert found.index.tolist() == [0, 4, 8, 12, 16] and found.key.tolist() == [1] * 5
+    assert found.index.tolist() == [0, 4, 8, 12, 16]
+    assert found.key.tolist() == [1] * 5
     rows = (drawn(6, 4096) * 2000).half()  # longer than 16 bits can say
     found = nearest_rows(rows, rows[:2], 2, impl=impl)
     assert sorted(found.index.tolist()) == [0, 1]
@@ -115,28 +119,25 @@ def test_of_equal_rows_the_earlier_are_taken_16_bits_may_be_long_and_nan_is_name
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
-def test_a_stream_equals_a_full_sort_with_ties_to_the_earlier_row_and_none_of_minus_infinity(
-    size,
-):
-    key = (pool := drawn(300, 2))[:, 0].round(decimals=1)
+def test_a_stream_equals_a_full_sort_with_ties_to_the_earlier_row_and_none_of_minus_infinity(size):
+    pool = drawn(300, 2)
+    key = pool[:, 0].round(decimals=1)
     rounded = lambda rows, _: (torch.arange(len(rows)), rows[:, 0].round(decimals=1))  # noqa: E731
     found = largest(pool.split(size), rounded, 25)
-    assert (
-        found.index.tolist()
-        == sorted(range(300), key=lambda row: (-key[row], row))[:25]
-    )
-    assert found.seen == 300 and torch.equal(found.vectors, pool[found.index])
+    assert found.index.tolist() == sorted(range(300), key=lambda row: (-key[row], row))[:25]
+    assert found.seen == 300
+    assert torch.equal(found.vectors, pool[found.index])
     never = torch.arange(3), torch.full((3,), -torch.inf)
     assert largest([pool], lambda *_: never, 2).vectors.shape == (0, 2)
 
 
-def test_a_stream_takes_the_memory_of_its_best_rows_and_a_block_and_no_square_is_held(
-    sizes,
-):
-    shots, block = drawn(9, 8), drawn(5000, 8)
+def test_a_stream_takes_the_memory_of_its_best_rows_and_a_block_and_no_square_is_held(sizes):
+    shots = drawn(9, 8)
+    block = drawn(5000, 8)
     with sizes:
         found = nearest_rows((block + number for number in range(20)), shots, 100)
-    assert found.seen == 100_000 and sizes.largest == block.numel()
+    assert found.seen == 100_000
+    assert sizes.largest == block.numel()
     rows = drawn(20_000, 4)
     with sizes:
         duplicates(rows, torch.rand(20_000), 0.9999)
@@ -174,7 +175,8 @@ def near_by_fractions(vectors, threshold):
 
 @st.composite
 def problems(draw):
-    count, width = draw(st.integers(0, 9)), draw(st.integers(1, 3))
+    count = draw(st.integers(0, 9))
+    width = draw(st.integers(1, 3))
     row = st.lists(st.integers(-2, 2), min_size=width, max_size=width)
     vectors = draw(st.lists(row, min_size=count, max_size=count))
     key = draw(
@@ -224,20 +226,15 @@ def test_many_blocks_keep_what_the_literal_loops_keep(problem, ordered, rule):
         (cosines - threshold).abs() < 1e-7
     ).any()  # too close to call in float32
     wanted = literal((cosines > threshold).tolist(), key.tolist(), rule)
-    assert (
-        duplicates(rows, key, threshold, rule=rule).tolist() == wanted
-        and len(wanted) < 600
-    )
+    assert duplicates(rows, key, threshold, rule=rule).tolist() == wanted
+    assert len(wanted) < 600
 
 
 @impls
 def test_on_a_chain_the_two_rules_differ_and_of_equal_keys_the_earlier_goes(impl):
-    # Each is near to the next alone.
-    angles = torch.deg2rad(torch.tensor([0.0, 20, 40]))
-    chain, key = (
-        torch.stack([angles.cos(), angles.sin()], 1),
-        torch.tensor([0.9, 0.8, 0.7]),
-    )
+    angles = torch.deg2rad(torch.tensor([0.0, 20, 40]))  # each is near to the next alone
+    chain = torch.stack([angles.cos(), angles.sin()], 1)
+    key = torch.tensor([0.9, 0.8, 0.7])
     chain.requires_grad_()
     assert duplicates(chain, key, 0.9, impl=impl).tolist() == [0, 2]
     assert duplicates(chain, key, 0.9, rule="any", impl=impl).tolist() == [0]
@@ -247,59 +244,19 @@ def test_on_a_chain_the_two_rules_differ_and_of_equal_keys_the_earlier_goes(impl
 @pytest.mark.parametrize(
     ("op", "change", "message"),
     [
-        (
-            nearest_rows,
-            {"shots": torch.zeros(0, 4)},
-            r"E-SHAPE: nearest_rows: .* got \(0, 4\)",
-        ),
-        (
-            nearest_rows,
-            {"shots": torch.full((2, 4), 1e20)},
-            "E-NONFINITE: .* shots .* too large",
-        ),
-        (
-            nearest_rows,
-            {"pool": torch.full((9, 4), 1e20)},
-            "E-NONFINITE: row 0 of the pool",
-        ),
-        (
-            nearest_rows,
-            {"pool": [torch.tensor(1.0)]},
-            r"E-SHAPE: .* got \(2, 4\), \(\)",
-        ),
-        (
-            nearest_rows,
-            {"pool": np.ones((9, 4))},
-            "E-TYPE: .*: the pool holds a ndarray",
-        ),
+        (nearest_rows, {"shots": torch.zeros(0, 4)}, r"E-SHAPE: nearest_rows: .* got \(0, 4\)"),
+        (nearest_rows, {"shots": torch.full((2, 4), 1e20)}, "E-NONFINITE: .* shots .* too large"),
+        (nearest_rows, {"pool": torch.full((9, 4), 1e20)}, "E-NONFINITE: row 0 of the pool"),
+        (nearest_rows, {"pool": [torch.tensor(1.0)]}, r"E-SHAPE: .* got \(2, 4\), \(\)"),
+        (nearest_rows, {"pool": np.ones((9, 4))}, "E-TYPE: .*: the pool holds a ndarray"),
         (nearest_rows, {"pool": []}, "E-DATA: the pool is empty"),
         (nearest_rows, {"count": 0}, "E-RANGE: .* count is 0, expected at least 1"),
-        (
-            nearest_rows,
-            {"count": 2.0},
-            "E-TYPE: .* count is 2.0, expected a whole number",
-        ),
-        (
-            duplicates,
-            {"threshold": 1.5},
-            "E-RANGE: .*: threshold is 1.5, expected -1 to 1",
-        ),
-        (
-            duplicates,
-            {"threshold": float("nan")},
-            "E-RANGE: duplicates: threshold is nan",
-        ),
+        (nearest_rows, {"count": 2.0}, "E-TYPE: .* count is 2.0, expected a whole number"),
+        (duplicates, {"threshold": 1.5}, "E-RANGE: .*: threshold is 1.5, expected -1 to 1"),
+        (duplicates, {"threshold": float("nan")}, "E-RANGE: duplicates: threshold is nan"),
         (duplicates, {"rule": "all"}, "E-CHOICE: duplicates: unknown rule 'all'"),
-        (
-            duplicates,
-            {"vectors": torch.full((4, 2), 1e20)},
-            "E-NONFINITE: .* vectors .* too large",
-        ),
-        (
-            duplicates,
-            {"key": torch.full((4,), torch.inf)},
-            "E-NONFINITE: duplicates: key",
-        ),
+        (duplicates, {"vectors": torch.full((4, 2), 1e20)}, "E-NONFINITE: .* vectors .* too large"),
+        (duplicates, {"key": torch.full((4,), torch.inf)}, "E-NONFINITE: duplicates: key"),
     ],
 )
 def test_what_they_cannot_use_is_refused(op, change, message):
@@ -335,15 +292,14 @@ def test_triton_holds_a_bit_for_each_pair_of_a_block_and_takes_many_rows(
     monkeypatch, sizes
 ):
     monkeypatch.setattr(f"{KERNEL}.MARKS", 300 * 600)
-    rows, key = drawn(600, 3).to(DEVICE), torch.rand(600, device=DEVICE)
+    rows = drawn(600, 3).to(DEVICE)
+    key = torch.rand(600, device=DEVICE)
     with sizes:
         found = duplicates(rows, key, 0.9999, impl="triton")
     assert sizes.largest <= 300 * 640 / 8  # bytes; rows end in a tile
     assert torch.equal(found, duplicates(rows, key, 0.9999, impl="torch"))
-    kernel, grids = (
-        importlib.import_module(KERNEL),
-        [],
-    )  # more tiles than a grid's second side
+    kernel = importlib.import_module(KERNEL)
+    grids = []  # more tiles than a grid's second side
 
     class Recorded:
         def __getitem__(self, grid):
@@ -354,4 +310,5 @@ def test_triton_holds_a_bit_for_each_pair_of_a_block_and_takes_many_rows(
     rows = torch.ones(1, 1, device=DEVICE).expand(4_300_000, 1)
     assert not len(kernel.near(rows, 1, 0.5)[0])
     (grid,) = grids
-    assert 65_535 < grid[0] < 2**31 and grid[1:] in ((), (1,))
+    assert 65_535 < grid[0] < 2**31
+    assert grid[1:] in ((), (1,))

@@ -45,7 +45,8 @@ def test_each_pass_replaces_the_one_before_and_a_copy_has_a_trace_of_its_own():
     decoder(torch.randn(1, 3, 6))
     first = decoder.trace.decisions
     decoder(torch.randn(1, 5, 6), attention_mask=torch.ones(1, 5))
-    assert decoder.tokens() == [5, 5] and decoder.trace.decisions is not first
+    assert decoder.tokens() == [5, 5]
+    assert decoder.trace.decisions is not first
     assert decoder.trace.attention_mask.shape == (1, 5)
     twin = copy.deepcopy(decoder)
     assert twin.trace.decisions == {}
@@ -109,7 +110,8 @@ def test_observed_are_logits_choices_gates_and_real_tokens_of_our_routers():
     logits = F.linear(model.embedding(BATCH["input_ids"]), model.gates[0].weight)
     logits = logits + torch.arange(48.0).view(2, 6, 4)
     wanted = route(logits.flatten(0, 1), 2)
-    assert torch.equal(seen[1].logits, logits) and not seen[1].logits.requires_grad
+    assert torch.equal(seen[1].logits, logits)
+    assert not seen[1].logits.requires_grad
     assert torch.equal(seen[1].ids.flatten(0, 1), wanted.ids)
     assert torch.equal(seen[1].gates().flatten(0, 1), wanted.weights)
     assert torch.equal(seen[1].mask, BATCH["attention_mask"].bool())
@@ -173,7 +175,8 @@ def test_gates_times_the_experts_outputs_are_each_familys_block(kind):
         return
     model = plain(of_family(kind))
     layers = {layer.index: layer for layer in sparse_layers(model)}
-    put_out, given = {}, {}
+    put_out = {}
+    given = {}
     blocks = {index: layer.mlp for index, layer in layers.items()}
     experts = {index: layer.experts for index, layer in layers.items()}
 
@@ -199,7 +202,8 @@ def test_gates_times_the_experts_outputs_are_each_familys_block(kind):
             SCALE
         )
         assert abs(ratio(put_out[index].flatten(0, 1), whole)) > 0.1
-        assert (gates >= 0).all() and (gates <= 1 + 1e-6).all()
+        assert (gates >= 0).all()
+        assert (gates <= 1 + 1e-6).all()
 
 
 class Times(nn.Module):
@@ -207,7 +211,8 @@ class Times(nn.Module):
 
     def __init__(self, router, number):
         super().__init__()
-        self.router, self.boost = router, number
+        self.router = router
+        self.boost = number
 
     def forward(self, *given):
         logits, weights, ids = self.router(*given)
@@ -248,7 +253,8 @@ def test_a_factor_of_any_name_is_no_part_of_the_gates(kind, factor):
 
 
 def test_weights_that_are_no_gates_times_a_constant_are_refused_when_gates_are_asked_for():
-    logits, ids = torch.randn(7, 4), torch.tensor([[0, 1]] * 7)
+    logits = torch.randn(7, 4)
+    ids = torch.tensor([[0, 1]] * 7)
 
     class Odd(nn.Module):
         def __init__(self):
