@@ -39,7 +39,9 @@ SIZES = {
     "M": 5,
     "L": 1,
 }
-installed = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+installed = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 def arguments(op, dtype=torch.float32):
@@ -131,8 +133,18 @@ WRONG = {
         "order": (*REAL, torch.int32),
         "counts": REAL,
     },
-    "split_experts": {"x": WHOLE, "order": (torch.int32,), "slots": (*REAL, torch.uint8)},
-    "adapters": {"h": WHOLE, "source": WIDE, "down": WHOLE, "up": WHOLE, "counts": REAL},
+    "split_experts": {
+        "x": WHOLE,
+        "order": (torch.int32,),
+        "slots": (*REAL, torch.uint8),
+    },
+    "adapters": {
+        "h": WHOLE,
+        "source": WIDE,
+        "down": WHOLE,
+        "up": WHOLE,
+        "counts": REAL,
+    },
     "lora_mixture": {
         "x": (*WHOLE, *WIDE),
         "base": WHOLE,
@@ -248,10 +260,17 @@ def test_a_routing_made_by_hand_has_the_order_and_counts_of_its_ids(change):
     [
         (
             "E-SHAPE: Routing: .* the routing's ids",
-            {"ids": lambda t: t[:, :0], "weights": lambda t: t[:, :0], "order": lambda t: t[:0]},
+            {
+                "ids": lambda t: t[:, :0],
+                "weights": lambda t: t[:, :0],
+                "order": lambda t: t[:0],
+            },
         ),
         ("E-SHAPE: Routing: .* the routing's order", {"order": lambda t: t[1:]}),
-        ("E-RANGE: Routing: ids are -1 to 1, expected 0 to 2", {"ids": lambda t: t - 1}),
+        (
+            "E-RANGE: Routing: ids are -1 to 1, expected 0 to 2",
+            {"ids": lambda t: t - 1},
+        ),
     ],
 )
 @pytest.mark.parametrize("op", ROUTED)
@@ -329,7 +348,10 @@ def test_a_scale_that_is_no_number_is_refused(op, code, scale):
 @pytest.mark.parametrize(
     ("message", "run"),
     [
-        ("E-SHAPE: nearest_rows: .*pool", lambda: nearest_rows(ones(()), ones(2, 4), 1)),
+        (
+            "E-SHAPE: nearest_rows: .*pool",
+            lambda: nearest_rows(ones(()), ones(2, 4), 1),
+        ),
         ("E-SHAPE: groups: .*similarity", lambda: groups(ones(()), ones(5), 2)),
         (
             "E-RANGE: grouped: ids are 0 to 3, expected 0 to 2",
@@ -371,7 +393,9 @@ def test_a_gradient_that_is_not_asked_for_costs_nothing(op):
 def test_kernels_are_launched_where_the_first_tensor_lies(op, monkeypatch):
     seen = []
     nothing = contextlib.nullcontext()
-    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: seen.append(tensor) or nothing)
+    monkeypatch.setattr(
+        torch.cuda, "device_of", lambda tensor: seen.append(tensor) or nothing
+    )
     changed(op, impl="triton")
     assert seen
 
@@ -408,11 +432,21 @@ def test_a_name_is_obeyed_or_refused_and_auto_is_the_first_on_a_cpu(monkeypatch)
     ("capability", "compiler", "why"),
     [
         ((8, 0), "/usr/bin/gcc", None),
-        ((7, 5), "/usr/bin/gcc", "cuda:0 has compute capability 7.5, expected at least 8.0"),
-        ((9, 0), None, "Triton finds no C compiler: install gcc or clang, or name one in CC"),
+        (
+            (7, 5),
+            "/usr/bin/gcc",
+            "cuda:0 has compute capability 7.5, expected at least 8.0",
+        ),
+        (
+            (9, 0),
+            None,
+            "Triton finds no C compiler: install gcc or clang, or name one in CC",
+        ),
     ],
 )
-def test_auto_is_triton_only_on_a_gpu_that_can_run_it(capability, compiler, why, monkeypatch):
+def test_auto_is_triton_only_on_a_gpu_that_can_run_it(
+    capability, compiler, why, monkeypatch
+):
     """The GPU is PyTorch's fake one, with a device and no memory; Triton and a kernel are too."""
     monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
     monkeypatch.setitem(

@@ -54,7 +54,9 @@ OPTIONS = ("num_warps", "num_stages")
 def kernels(dtype, tma):
     """Yield (kernel, constants, blocks that are fetched) as the launchers set them."""
     wide = dtype == torch.float32
-    for chosen in (grouped.blocks(dtype, large) for large in ((False,) if wide else (True, False))):
+    for chosen in (
+        grouped.blocks(dtype, large) for large in ((False,) if wide else (True, False))
+    ):
         deep = chosen["BK"]
         shared = {"TMA": tma, "PROGRAMS": 132, **chosen}
         half = chosen["BN"] // 2

@@ -33,7 +33,12 @@ SHAPES = {
         (0, 3, 2, 4, 2),
         (260, 2, 2, 6, 3),  # enough tokens to sort them by pair
     ],
-    "lora_mixture": [(6, 3, 8, 4, 5), (5, 1, 6, 2, 4), (1, 4, 4, 3, 7), (0, 2, 4, 2, 3)],
+    "lora_mixture": [
+        (6, 3, 8, 4, 5),
+        (5, 1, 6, 2, 4),
+        (1, 4, 4, 3, 7),
+        (0, 2, 4, 2, 3),
+    ],
 }
 SHAPES["experts"] = [shape[:5] for shape in SHAPES["split_experts"]]
 LETTERS = {"adapters": "T E K D R", "lora_mixture": "T N D R O"}
@@ -232,7 +237,10 @@ def test_any_elementwise_activation_will_do_and_triton_knows_silu_alone():
         ("silu", "act is 'silu', expected a function"),
         (torch.nn.PReLU(), "act is PReLU, whose parameters would get no gradient"),
         (torch.nn.SiLU(inplace=True), "act is SiLU, expected one that is not in place"),
-        (torch.nn.Sequential(torch.nn.SiLU(inplace=True)), "act is Sequential, expected one"),
+        (
+            torch.nn.Sequential(torch.nn.SiLU(inplace=True)),
+            "act is Sequential, expected one",
+        ),
     ],
 )
 def test_an_activation_that_the_backward_pass_would_miss_is_refused(act, why, impl):

@@ -73,7 +73,12 @@ def test_pieces_of_a_large_result_are_the_whole(threads, request, monkeypatch):
 def test_what_is_empty_or_not_finite_comes_through_where_it_belongs():
     left = torch.ones(40, 20)
     right = torch.ones(20, 30)
-    left[3, 4], left[5, 6], left[7, 0], left[8, :2] = torch.nan, torch.inf, -torch.inf, torch.inf
+    left[3, 4], left[5, 6], left[7, 0], left[8, :2] = (
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+        torch.inf,
+    )
     left[8, 1] = -torch.inf
     right[0, 9] = 0  # times infinity
     empty = (
@@ -118,7 +123,9 @@ def test_only_large_products_are_compiled_in_float32_and_all_in_bfloat16(
 
 
 @pytest.mark.parametrize("lacking", ["", "mkl", "avx512", "amd", "file", "op"])
-def test_onednn_is_wider_on_amd_with_avx512_where_pytorch_has_mkl(lacking, monkeypatch, tmp_path):
+def test_onednn_is_wider_on_amd_with_avx512_where_pytorch_has_mkl(
+    lacking, monkeypatch, tmp_path
+):
     info = tmp_path / "cpuinfo"
     vendor = "GenuineIntel" if lacking == "amd" else "AuthenticAMD"
     if lacking != "file":
@@ -205,7 +212,9 @@ def test_training_is_bitwise_what_it_is_in_new_memory(
         """Two passes a step; gradients of one step and of one pass are held to the end."""
         monkeypatch.setattr(matmul, "LARGE", large)
         torch.manual_seed(0)
-        bank = Bank(*(torch.nn.Parameter(torch.randn(4, *s)) for s in ((12, 8), (8, 6))))
+        bank = Bank(
+            *(torch.nn.Parameter(torch.randn(4, *s)) for s in ((12, 8), (8, 6)))
+        )
         steps = optimizer(bank, lr=0.01)
         held = []
         for step in range(4):

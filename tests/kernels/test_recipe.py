@@ -253,7 +253,9 @@ def check(op, shape, impl, dtype, device, draws=8, repeated=True, limit=2):
         truth = outcome(op, sizes, exact, "reference")
         for name in errors:
             got = outcome(op, sizes, of, name)
-            wrong = torch.stack([(a - b).norm() for a, b in zip(got, truth, strict=True)])
+            wrong = torch.stack(
+                [(a - b).norm() for a, b in zip(got, truth, strict=True)]
+            )
             size = torch.stack([right.norm() for right in truth])
             errors[name] = errors[name] + wrong / size.where(size > 0, 1)
             if name == impl and repeated and seed == draws - 1:
@@ -279,7 +281,9 @@ def test_what_a_cpu_runs_is_as_near_to_float64_as_pytorch(op, kind, dtype, libra
 def test_kernels_are_as_near_to_float64_as_pytorch(op, kind, dtype):
     draws = 8
     repeated = kind in ("ragged", "many rows")
-    if INTERPRETED and op != "lora_mixture":  # slow: fewer draws, the more numbers one has
+    if (
+        INTERPRETED and op != "lora_mixture"
+    ):  # slow: fewer draws, the more numbers one has
         many = op in NEAR and kind in ("even", "ragged", "fetched", "apart, ragged")
         draws = 1 if many else 4 if kind in ("idle", "one row") else 2
     check(op, OPS[op][kind], "triton", dtype, DEVICE, draws, repeated)

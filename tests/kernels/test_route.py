@@ -49,7 +49,9 @@ def test_among_equal_logits_the_lower_expert_wins(logits, ids, impl):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+)
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k"),
     [
@@ -115,7 +117,11 @@ IDS = torch.zeros(4, 1, dtype=torch.int64)
         (route, {"combine": "sum"}, "E-CHOICE"),
         (balance_loss, {"form": "dead"}, "E-CHOICE"),
         (balance_loss, {"mask": torch.ones(3)}, "E-SHAPE"),
-        (balance_loss, {"logits": torch.zeros(4, 0)}, r"E-SHAPE: .*: expected logits \[T, E\]"),
+        (
+            balance_loss,
+            {"logits": torch.zeros(4, 0)},
+            r"E-SHAPE: .*: expected logits \[T, E\]",
+        ),
         (balance_loss, {"ids": IDS[:, :0]}, "E-SHAPE"),
         (balance_loss, {"ids": IDS[:2]}, "E-SHAPE"),
     ],
@@ -153,7 +159,9 @@ def test_segments_that_are_compiled_have_few_sizes_and_little_filling(monkeypatc
         (8, [[0, 1]] * 6, 4),
     ],
 )
-def test_value_is_1_for_uniform_and_E_over_K_for_collapsed_routing(experts, chosen, want, impl):
+def test_value_is_1_for_uniform_and_E_over_K_for_collapsed_routing(
+    experts, chosen, want, impl
+):
     ids = torch.tensor(chosen)
     logits = torch.zeros(len(ids), experts, dtype=torch.float64).scatter(1, ids, 60.0)
     value = balance_loss(logits, route(logits, ids.shape[1]).ids, impl=impl)

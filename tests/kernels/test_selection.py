@@ -23,7 +23,9 @@ def literal(similarity, worth, size, inverse=False):
     keys = []
     for group in listed:
         alike = sum(Fraction(similarity[i][j]) for i, j in combinations(group, 2))
-        keys.append((alike < 0, alike) if inverse else alike)  # inverse: negative sums last
+        keys.append(
+            (alike < 0, alike) if inverse else alike
+        )  # inverse: negative sums last
     ordered = sorted(keys)
     found = []
     for group, key in zip(listed, keys, strict=True):
@@ -145,20 +147,64 @@ FORTY = {"similarity": torch.zeros(40, 40), "worth": torch.zeros(40)}
 @pytest.mark.parametrize(
     ("op", "change", "message"),
     [
-        (groups, {"similarity": torch.zeros(3, 4)}, r"E-SHAPE: groups: .* got \(3, 4\), \(4,\)"),
+        (
+            groups,
+            {"similarity": torch.zeros(3, 4)},
+            r"E-SHAPE: groups: .* got \(3, 4\), \(4,\)",
+        ),
         (groups, {"size": 5}, "E-RANGE: groups: size is 5, expected 1 to 4"),
         (groups, {"best": 0}, "E-RANGE: groups: best is 0"),
         (groups, {"best": 2.5}, "E-TYPE: groups: best is 2.5, expected a whole number"),
-        (groups, {"diversity": "inverted"}, "E-CHOICE: groups: unknown diversity 'inverted'"),
-        (groups, {"similarity": torch.full((4, 4), torch.nan)}, "E-NONFINITE: groups: similarity"),
-        (groups, {"worth": torch.full((4,), torch.inf)}, "E-NONFINITE: groups: worth holds"),
-        (groups, {"worth": torch.tensor([1e308] * 4, dtype=torch.float64)}, "E-NONFINITE: .* adds"),
-        (groups, FORTY | {"size": 20}, "E-RANGE: .* 40 candidates have 137,846,528,820 groups"),
-        (scored, {"head": torch.zeros(11, 9)}, "E-SHAPE: bank_scoring: expected hidden"),
-        (scored, {"targets": torch.zeros(5).long()}, "E-SHAPE: bank_scoring: expected hidden"),
-        (scored, {"lengths": torch.tensor([2, 1])}, "E-SHAPE: bank_scoring: lengths sum to 3"),
-        (scored, {"readers": torch.tensor([0, 1, 2, 3, 4, 7])}, "E-RANGE: .* readers .* 0 to 6"),
-        (scored, {"targets": torch.tensor([0, -1, 2, 3, 4, 7])}, "E-RANGE: .* targets .* 0 to 10"),
+        (
+            groups,
+            {"diversity": "inverted"},
+            "E-CHOICE: groups: unknown diversity 'inverted'",
+        ),
+        (
+            groups,
+            {"similarity": torch.full((4, 4), torch.nan)},
+            "E-NONFINITE: groups: similarity",
+        ),
+        (
+            groups,
+            {"worth": torch.full((4,), torch.inf)},
+            "E-NONFINITE: groups: worth holds",
+        ),
+        (
+            groups,
+            {"worth": torch.tensor([1e308] * 4, dtype=torch.float64)},
+            "E-NONFINITE: .* adds",
+        ),
+        (
+            groups,
+            FORTY | {"size": 20},
+            "E-RANGE: .* 40 candidates have 137,846,528,820 groups",
+        ),
+        (
+            scored,
+            {"head": torch.zeros(11, 9)},
+            "E-SHAPE: bank_scoring: expected hidden",
+        ),
+        (
+            scored,
+            {"targets": torch.zeros(5).long()},
+            "E-SHAPE: bank_scoring: expected hidden",
+        ),
+        (
+            scored,
+            {"lengths": torch.tensor([2, 1])},
+            "E-SHAPE: bank_scoring: lengths sum to 3",
+        ),
+        (
+            scored,
+            {"readers": torch.tensor([0, 1, 2, 3, 4, 7])},
+            "E-RANGE: .* readers .* 0 to 6",
+        ),
+        (
+            scored,
+            {"targets": torch.tensor([0, -1, 2, 3, 4, 7])},
+            "E-RANGE: .* targets .* 0 to 10",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(op, change, message):

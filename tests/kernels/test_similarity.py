@@ -119,19 +119,26 @@ def test_of_equal_rows_the_earlier_are_taken_16_bits_may_be_long_and_nan_is_name
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
-def test_a_stream_equals_a_full_sort_with_ties_to_the_earlier_row_and_none_of_minus_infinity(size):
+def test_a_stream_equals_a_full_sort_with_ties_to_the_earlier_row_and_none_of_minus_infinity(
+    size,
+):
     pool = drawn(300, 2)
     key = pool[:, 0].round(decimals=1)
     rounded = lambda rows, _: (torch.arange(len(rows)), rows[:, 0].round(decimals=1))  # noqa: E731
     found = largest(pool.split(size), rounded, 25)
-    assert found.index.tolist() == sorted(range(300), key=lambda row: (-key[row], row))[:25]
+    assert (
+        found.index.tolist()
+        == sorted(range(300), key=lambda row: (-key[row], row))[:25]
+    )
     assert found.seen == 300
     assert torch.equal(found.vectors, pool[found.index])
     never = torch.arange(3), torch.full((3,), -torch.inf)
     assert largest([pool], lambda *_: never, 2).vectors.shape == (0, 2)
 
 
-def test_a_stream_takes_the_memory_of_its_best_rows_and_a_block_and_no_square_is_held(sizes):
+def test_a_stream_takes_the_memory_of_its_best_rows_and_a_block_and_no_square_is_held(
+    sizes,
+):
     shots = drawn(9, 8)
     block = drawn(5000, 8)
     with sizes:
@@ -232,7 +239,9 @@ def test_many_blocks_keep_what_the_literal_loops_keep(problem, ordered, rule):
 
 @impls
 def test_on_a_chain_the_two_rules_differ_and_of_equal_keys_the_earlier_goes(impl):
-    angles = torch.deg2rad(torch.tensor([0.0, 20, 40]))  # each is near to the next alone
+    angles = torch.deg2rad(
+        torch.tensor([0.0, 20, 40])
+    )  # each is near to the next alone
     chain = torch.stack([angles.cos(), angles.sin()], 1)
     key = torch.tensor([0.9, 0.8, 0.7])
     chain.requires_grad_()
@@ -244,19 +253,59 @@ def test_on_a_chain_the_two_rules_differ_and_of_equal_keys_the_earlier_goes(impl
 @pytest.mark.parametrize(
     ("op", "change", "message"),
     [
-        (nearest_rows, {"shots": torch.zeros(0, 4)}, r"E-SHAPE: nearest_rows: .* got \(0, 4\)"),
-        (nearest_rows, {"shots": torch.full((2, 4), 1e20)}, "E-NONFINITE: .* shots .* too large"),
-        (nearest_rows, {"pool": torch.full((9, 4), 1e20)}, "E-NONFINITE: row 0 of the pool"),
-        (nearest_rows, {"pool": [torch.tensor(1.0)]}, r"E-SHAPE: .* got \(2, 4\), \(\)"),
-        (nearest_rows, {"pool": np.ones((9, 4))}, "E-TYPE: .*: the pool holds a ndarray"),
+        (
+            nearest_rows,
+            {"shots": torch.zeros(0, 4)},
+            r"E-SHAPE: nearest_rows: .* got \(0, 4\)",
+        ),
+        (
+            nearest_rows,
+            {"shots": torch.full((2, 4), 1e20)},
+            "E-NONFINITE: .* shots .* too large",
+        ),
+        (
+            nearest_rows,
+            {"pool": torch.full((9, 4), 1e20)},
+            "E-NONFINITE: row 0 of the pool",
+        ),
+        (
+            nearest_rows,
+            {"pool": [torch.tensor(1.0)]},
+            r"E-SHAPE: .* got \(2, 4\), \(\)",
+        ),
+        (
+            nearest_rows,
+            {"pool": np.ones((9, 4))},
+            "E-TYPE: .*: the pool holds a ndarray",
+        ),
         (nearest_rows, {"pool": []}, "E-DATA: the pool is empty"),
         (nearest_rows, {"count": 0}, "E-RANGE: .* count is 0, expected at least 1"),
-        (nearest_rows, {"count": 2.0}, "E-TYPE: .* count is 2.0, expected a whole number"),
-        (duplicates, {"threshold": 1.5}, "E-RANGE: .*: threshold is 1.5, expected -1 to 1"),
-        (duplicates, {"threshold": float("nan")}, "E-RANGE: duplicates: threshold is nan"),
+        (
+            nearest_rows,
+            {"count": 2.0},
+            "E-TYPE: .* count is 2.0, expected a whole number",
+        ),
+        (
+            duplicates,
+            {"threshold": 1.5},
+            "E-RANGE: .*: threshold is 1.5, expected -1 to 1",
+        ),
+        (
+            duplicates,
+            {"threshold": float("nan")},
+            "E-RANGE: duplicates: threshold is nan",
+        ),
         (duplicates, {"rule": "all"}, "E-CHOICE: duplicates: unknown rule 'all'"),
-        (duplicates, {"vectors": torch.full((4, 2), 1e20)}, "E-NONFINITE: .* vectors .* too large"),
-        (duplicates, {"key": torch.full((4,), torch.inf)}, "E-NONFINITE: duplicates: key"),
+        (
+            duplicates,
+            {"vectors": torch.full((4, 2), 1e20)},
+            "E-NONFINITE: .* vectors .* too large",
+        ),
+        (
+            duplicates,
+            {"key": torch.full((4,), torch.inf)},
+            "E-NONFINITE: duplicates: key",
+        ),
     ],
 )
 def test_what_they_cannot_use_is_refused(op, change, message):

@@ -67,7 +67,9 @@ def test_a_trained_expert_that_no_slot_names_has_a_gradient_of_zero():
     of = {name: t.requires_grad_() for name, t in given("split_experts").items()}
     slots = torch.tensor([-1, 0, -1, -1], device=DEVICE)
     y = call("split_experts", of | {"slots": slots}, "triton")
-    for grad in torch.autograd.grad(y.sum(), [of["trained_gate_up"], of["trained_down"]]):
+    for grad in torch.autograd.grad(
+        y.sum(), [of["trained_gate_up"], of["trained_down"]]
+    ):
         assert grad[0].abs().sum() > 0
         assert grad[1].abs().sum() == 0
 
