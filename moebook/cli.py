@@ -26,10 +26,11 @@ from moebook.errors import nearest, refuse, told
 
 LIVE = ("smoke", "cpu", "gpu", "paper")
 """The tiers at which a whole book can be executed; the others are of pools."""
+# Signals that end a command in good order; Windows has no SIGHUP.
 ENDS = (
     "SIGHUP",
     "SIGTERM",
-)  # signals that end a command in good order; Windows has no SIGHUP
+)
 
 BARS = (
     "TQDM_DISABLE",

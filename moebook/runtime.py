@@ -132,9 +132,8 @@ class Timing:
     """What a block of code cost."""
 
     seconds: float = 0.0  # wall-clock time
-    memory: int | None = (
-        None  # peak bytes: torch's on a GPU, else the process's if on Linux
-    )
+    # Peak bytes: torch's on a GPU, else the process's if on Linux.
+    memory: int | None = None
 
 
 @contextmanager

@@ -32,9 +32,8 @@ class Contender:
     run: Callable[[], Any]
     leaves: Sequence[torch.Tensor] = ()
     forward: Callable[[], Any] | None = None  # alone, where a backward pass follows
-    host: bool = (
-        False  # works on the CPU whatever the device: its own clock is the wall's
-    )
+    # Works on the CPU whatever the device: its own clock is the wall's.
+    host: bool = False
 
     def prepare(self) -> None:
         """Free the gradients of the last run."""

@@ -30,12 +30,13 @@ from moebook.settings import NAMED, Place, checked
 Rows = Sequence[tuple[str, Mapping[str, Any]]]  # where a row stands, and the raw row
 LONGEST_LINE = 50_000_000  # bytes; a longer line is not a row but a mistake
 ENDINGS = (".jsonl", ".json", ".parquet", ".jsonl.gz")
+# Endings of what is no data: no code is ever run.
 SCRIPTS = (
     ".py",
     ".pyc",
     ".ipynb",
     ".sh",
-)  # endings of what is no data: no code is ever run
+)
 
 with formed(Path(__file__).with_name("catalogue.yaml")) as _FILE:
     CATALOGUE = {name: Source(**entry) for name, entry in _FILE["sets"].items()}

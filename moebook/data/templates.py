@@ -47,20 +47,17 @@ class Source:
     system: str = ""  # left out where it is empty
     options: str = ""
     labels: str = ""
-    lettered: bool = (
-        True  # whether the answer, if one of options, has a letter before it
-    )
+    # Whether the answer, if one of options, has a letter before it.
+    lettered: bool = True
     form: str = ""  # a key of FORMS in place of templates
     domain: str = ""
     licence: str = ""
     config: str | None = None  # its configuration, when it has several
     split: str = "train"  # what it is trained on, where that is no target
-    files: str | None = (
-        None  # pattern of its files, when the repository holds many sets
-    )
-    compare: str = (
-        "first_line"  # of COMPARE: how answers are read before they are compared
-    )
+    # Pattern of its files, when the repository holds many sets.
+    files: str | None = None
+    # Of COMPARE: how answers are read before they are compared.
+    compare: str = "first_line"
     tests: str = ""  # field with the list of tests that judge a program
     max_new_tokens: int = 64  # enough for an answer, of tens of thousands of tokens
 

@@ -39,11 +39,12 @@ from moebook.results.intervals import interval
 from moebook.settings import Count, Each, Place, checked, columns
 
 PROGRAMS = ("humaneval", "mbpp")  # what a model writes for them runs
+# The first that a benchmark reports judges it.
 METRICS = (
     "exact_match",
     "acc_norm",
     "acc",
-)  # the first that a benchmark reports judges it
+)
 SPLITS = {"training_split", "validation_split", "test_split", "fewshot_split"}
 
 with formed(Path(__file__).with_name("cards.yaml")) as _FILE:

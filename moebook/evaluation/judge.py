@@ -70,9 +70,8 @@ class Endpoint:
     price: tuple[float, float] = (0.0, 0.0)  # of a million tokens, read and written
     # What may be spent, in the price's currency.
     budget: Annotated[float, Field(gt=0, allow_inf_nan=True)] = math.inf
-    timeout: Positive = (
-        60.0  # seconds for a whole call, from connecting to the last byte
-    )
+    # Seconds for a whole call, from connecting to the last byte.
+    timeout: Positive = 60.0
     attempts: Count = 4
     workers: Count = 8  # requests at once
 

@@ -25,11 +25,12 @@ from moebook.methods.upcycling.config import LABORATORY, MAIN
 from moebook.methods.upcycling.starts import Start
 from moebook.training import History
 
+# Domains that the paper tests, a list of tasks each.
 AREAS = (
     "code",
     "mathematics",
     "text",
-)  # domains that the paper tests, a list of tasks each
+)
 PAIR = ("code", "mathematics")  # the domains of which TRSU makes an expert each
 
 

@@ -16,10 +16,11 @@ from moebook.models.skeleton import configuration, skeleton
 
 COPIED = ("su", "trsu", "crsu", "esft")  # upcycled, with so many ``copies``
 ADAPTED = ("pesc", "pesc_trsu", "pesc_crsu", "pesc_esft")  # with so many ``adapters``
+# Arms with as many experts of each domain.
 BY_TASK = {
     "trsu": "copies",
     "pesc_trsu": "adapters",
-}  # arms with as many experts of each domain
+}
 OF_TWO = ("mixlora", "arrow")  # whose top_k is always 2
 MIXLORA = 4  # experts of MixLoRA
 

@@ -25,9 +25,8 @@ class Groups(NamedTuple):
     """The G best groups, the least total first; of equal totals, in their members' order."""
 
     members: Tensor  # [G, N] int64, ascending
-    rank: (
-        Tensor  # [G] int64, by diversity among all groups, 1 is best; equal ones share
-    )
+    # [G] int64, by diversity among all groups, 1 is best; equal ones share.
+    rank: Tensor
     total: Tensor  # [G] float64, rank plus the members' worth
 
 

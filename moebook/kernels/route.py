@@ -26,9 +26,8 @@ class _Slots(NamedTuple):
 
     ids: Tensor  # [T, K] int64, experts of a token, the largest logit first
     weights: Tensor  # [T, K] combine weights in [0, 1], in the logits' dtype
-    order: (
-        Tensor  # [T * K] int64, the slots sorted by expert; within an expert by token
-    )
+    # [T * K] int64, the slots sorted by expert; within an expert by token.
+    order: Tensor
     counts: Tensor  # [E] int64, slots of each expert; they sum to T * K
 
 

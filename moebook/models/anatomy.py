@@ -44,12 +44,10 @@ class Layer:
     width: int  # F, of the dense MLP or of one routed expert
     router: Any = None  # the module that scores the experts
     experts: Any = None
-    shared: nn.Module | None = (
-        None  # what every token runs through beside the routed experts
-    )
-    count: int = (
-        0  # E, the routed experts, without those of LongCat that hold no weights
-    )
+    # What every token runs through beside the routed experts.
+    shared: nn.Module | None = None
+    # E, the routed experts, without those of LongCat that hold no weights.
+    count: int = 0
 
     def replace(self, mlp: nn.Module) -> None:
         """Put another module into the feed-forward place of this layer's block."""

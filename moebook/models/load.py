@@ -45,10 +45,11 @@ PACKAGED = ("nano", "nano-moe")
 LAYERS = 10_000  # at most, of any kind, before transformers makes a list of them
 INDEX = "model.safetensors.index.json"
 SAFE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+# Misfits are told, by name.
 REPORT = {
     "output_loading_info": True,
     "ignore_mismatched_sizes": True,
-}  # misfits are told, by name
+}
 _HUB_NAME = re.compile(
     r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>.*))?", re.DOTALL
 )

@@ -28,9 +28,8 @@ from moebook.settings import Size, checked
 
 Key = TypeVar("Key")
 PROBES = 4  # random copies of a router that tell what its weights are
-MISFIT = (
-    1e-3  # of the largest weight: what weights may differ from gates times a constant
-)
+# Of the largest weight: what weights may differ from gates times a constant.
+MISFIT = 1e-3
 
 
 class Decision(NamedTuple):
@@ -39,12 +38,10 @@ class Decision(NamedTuple):
     logits: Tensor  # [..., E]
     ids: Tensor  # [..., K] chosen experts
     weights: Tensor  # [..., K] what the experts' outputs are multiplied by
-    mask: Tensor | None = (
-        None  # [...] true where a token is real; a `Trace` holds one for all
-    )
-    factor: float = (
-        1.0  # of the weights on the gates; NaN if they are no multiple of gates
-    )
+    # [...] true where a token is real; a `Trace` holds one for all.
+    mask: Tensor | None = None
+    # Of the weights on the gates; NaN if they are no multiple of gates.
+    factor: float = 1.0
 
     def real(self) -> Decision:
         """Return the decisions for the real tokens alone, ``[T, ...]``."""

@@ -42,9 +42,8 @@ class Places:
     """Where processes fork (`warm`), None where they do not."""
 
     plain: str | None = None  # with the libraries imported
-    read: str | None = (
-        None  # with our modules too, and all runs read: for findings and pages
-    )
+    # With our modules too, and all runs read: for findings and pages.
+    read: str | None = None
 
 
 def make(tier: str, only: str | None, folder: Path) -> None:

@@ -38,11 +38,12 @@ what the notebook holds beside; "paged": moments that main memory takes when the
 not in the sum. Assumptions: hours are at half of the roofline (--efficiency), with the change and
 without traffic between GPUs; rows are as long as may be (--tokens sets the mean); a price is a
 middle one of May 2026 (--price). Tests are not counted."""
+# Tokens a row where no parameter says it.
 LENGTH = {
     "bases": 256,
     "rocket": 1024,
     "rivals": 1024,
-}  # tokens a row where no parameter says it
+}
 
 
 def trainings(notebook: str, given: Given) -> list[Training]:

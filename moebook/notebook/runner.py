@@ -50,10 +50,11 @@ from moebook.notebook.sources import Notebook
 from moebook.results import Run
 
 LEFT = ("id", "execution_count", "outputs")  # of a cell, by its execution
+# Longest time for one cell; other tiers have none.
 CELL_SECONDS = {
     "smoke": 600,
     "cpu": 1800,
-}  # longest time for one cell; other tiers have none
+}
 ROOM = 2**24  # bytes that a run's files may take
 LONGEST = 80  # bytes in the name of the sockets' folder: a Unix socket's whole name holds about 100
 

@@ -53,9 +53,8 @@ setInterval(async () => {{
 </body>"""
 LOOKS = 5  # for a file, while another folder takes the place of its own
 THREADS = 16  # requests that are answered at a time; the others wait
-PATIENCE = (
-    10  # seconds in which a browser must have sent its request, or taken the answer
-)
+# Seconds in which a browser must have sent its request, or taken the answer.
+PATIENCE = 10
 # Without the system's own, which differ from one to another.
 TYPES = mimetypes.MimeTypes()
 
@@ -147,9 +146,8 @@ class Site(ThreadingHTTPServer):
     """Answers requests for the files of one folder, each in a thread, so many at a time."""
 
     daemon_threads = True
-    request_queue_size = (
-        128  # that wait in the system's queue; others are asked to come again
-    )
+    # That wait in the system's queue; others are asked to come again.
+    request_queue_size = 128
 
     def __init__(self, book: Path, port: int) -> None:
         self.book = book

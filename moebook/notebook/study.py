@@ -34,15 +34,17 @@ from moebook.notebook.sources import Notebook
 from moebook.results import Run, store
 from moebook.results.store import CLASS, COMMITTED, Pool
 
+# What a study freezes.
 CODE = (
     "moebook",
     "notebooks",
     "results/banks",
     "_config.yml",
     "requirements.lock",
-)  # is frozen
+)
 CHILD = "from moebook.notebook import study; study.child()"
 MOST_SEEDS = 1000  # in one call
+# Notebooks whose arms `plans` knows.
 PLANNED = (
     "pesc",
     "router_init",
@@ -50,7 +52,7 @@ PLANNED = (
     "esft",
     "rivals",
     "together",
-)  # `plans` know their arms
+)
 LOOK = 5.0  # seconds without a run that ended, after which the cluster's nodes are looked at
 
 

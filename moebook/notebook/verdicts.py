@@ -220,9 +220,8 @@ class Verdict:
     scale: str
     deciding: Measurement | None
     exploratory: tuple[Measurement, ...] = ()
-    survives: bool = (
-        False  # Benjamini and Hochberg's correction over all, with `MARKED` seeds
-    )
+    # Benjamini and Hochberg's correction over all, with `MARKED` seeds.
+    survives: bool = False
 
     @property
     def shown(self) -> Measurement:

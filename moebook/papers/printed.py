@@ -223,15 +223,13 @@ class Claim:
     notebook: Annotated[str, Field(pattern=r"^\d\d_[a-z0-9_]+$")]  # such as 01_pesc
     value: Text
     function: Text  # dotted path of the code that implements what is claimed
-    arms: str | None = (
-        None  # that trained, as ``a/b``, where the values' names do not tell
-    )
+    # That trained, as ``a/b``, where the values' names do not tell.
+    arms: str | None = None
     under: dict[str, str | int | float] = Field(default_factory=dict)
     # parameters that its runs must have
     exact: bool = False  # computed, not sampled: needs no seeds and has no interval
-    untestable: Text | None = (
-        None  # why our runs below the paper's scale cannot decide it
-    )
+    # Why our runs below the paper's scale cannot decide it.
+    untestable: Text | None = None
     sizes: tuple[
         Text, ...
     ] = ()  # recorded values that stand beside it: how much each arm trained
@@ -240,9 +238,8 @@ class Claim:
     trivial: Text | int | float | None = None
     # a recorded value of an arm for which a bound must fail, in the place of `value`,
     # or a number
-    ended: Text | None = (
-        None  # why it decides nothing any more; its words and its verdict stay
-    )
+    # Why it decides nothing any more; its words and its verdict stay.
+    ended: Text | None = None
     instead: tuple[Text, ...] = ()  # ids of the claims that stand in its place
 
     def __post_init__(self) -> None:

@@ -40,12 +40,13 @@ FUNCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
 }
 ARITY = {"difference": 2, "ratio": 2, "reduction": 2, "same": 1}
 SHOWN = ("series", "model", "base", "expert")  # keys that stand in a cell's place
+# Of a selection; its other entries are keys.
 PLACES = {
     "table",
     "row",
     "column",
     "except",
-}  # of a selection; its other entries are keys
+}
 
 
 @dataclass(frozen=True)

@@ -134,9 +134,8 @@ class Assumed:
     efficiency: Annotated[float, Field(gt=0, le=1)] = (
         EFFICIENCY  # share of the roofline's rate
     )
-    price: Positive | None = (
-        None  # dollars an hour for one GPU, by default that of `GPUS`
-    )
+    # Dollars an hour for one GPU, by default that of `GPUS`.
+    price: Positive | None = None
     tokens: Count | None = None  # the mean of a row, by default its most
 
 

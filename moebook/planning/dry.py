@@ -21,10 +21,11 @@ from moebook.training import recompute, widen
 
 NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 """Bytes a weight in 4 bits: a scale of 8 bits for 64 of them, and one of 32 bits for 256 scales."""
+# Bytes a trained parameter; AdamW's are in its dtype.
 MOMENTS = {
     "paged_32bit": 8,
     "paged_8bit": 2,
-}  # bytes a trained parameter; AdamW's are in its dtype
+}
 
 
 @dataclass(frozen=True)

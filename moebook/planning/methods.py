@@ -28,9 +28,8 @@ class Method:
 
     settings: Hashable
     make: Callable[[nn.Module], nn.Module] = field(compare=False, repr=False)
-    quantised: bool = (
-        False  # it keeps its frozen linear layers in 4 bits; on meta they are not
-    )
+    # It keeps its frozen linear layers in 4 bits; on meta they are not.
+    quantised: bool = False
 
 
 def of_arm(arm: Arm, settings: Mapping[str, Any]) -> Method:

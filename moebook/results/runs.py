@@ -77,9 +77,8 @@ class Value:
     name: Name
     value: float
     unit: str
-    items: Numbers | None = (
-        None  # one per test row; value is their mean before they are `rounded`
-    )
+    # One per test row; value is their mean before they are `rounded`.
+    items: Numbers | None = None
 
     def __post_init__(self) -> None:
         _check_unit(self.name, self.unit)

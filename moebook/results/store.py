@@ -33,13 +33,14 @@ DOMAINS = {"code", "common_sense", "language", "mathematics", "text", "translati
 Reader = Callable[[Path], Run]  # of a run's file
 # What a value is less: see `Pool.effects`.
 Reference = str | float | tuple[str, ...] | None
+# Smallest first; others are larger.
 BASES = (
     "nano",
     "nano-moe",
     "small",
     "mid-moe",
     "smollm2",
-)  # smallest first; others are larger
+)
 SCALES = {
     "nano": "1 M",
     "nano-moe": "1 M",

@@ -74,14 +74,12 @@ class Arm:
     bank: tuple[
         str, ...
     ] = ()  # projections of the LoRAs that half of the budget trains first
-    later: Callable[[Setup, nn.Module], nn.Module] | None = (
-        None  # made after half of the budget
-    )
+    # Made after half of the budget.
+    later: Callable[[Setup, nn.Module], nn.Module] | None = None
     sized: bool = True  # whether it trains the budget's number of parameters
     chosen: bool = False  # whether N LoRAs are chosen from the bank, else all are taken
-    gates: bool = (
-        True  # whether each projection that LoRAs adapt has a router that trains
-    )
+    # Whether each projection that LoRAs adapt has a router that trains.
+    gates: bool = True
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ from moebook.together.arms import Arm
 from moebook.together.budget import measured
 from moebook.together.setup import Setup
 
-TURNS, STEPS = (
-    3,
-    6,
-)  # runs in turns that `costs` times, and their steps; the first is a warm-up
+# Runs in turns that `costs` times, and their steps; the first is a warm-up.
+TURNS = 3
+STEPS = 6
 WRITTEN = 32  # tokens that are generated to time one
 
 

@@ -37,10 +37,9 @@ from moebook.runtime import FOUND, RESUME, environment, processes, versions
 from moebook.settings import Place, record, settings
 
 KEPT = 2
-PAUSE, RATE = (
-    300.0,
-    2**24,
-)  # seconds between two checkpoints, and bytes a second that one may cost
+# Seconds between two checkpoints, and bytes a second that one may cost.
+PAUSE = 300.0
+RATE = 2**24
 TENSORS, FACTS = "tensors.safetensors", "facts.json"
 _numbers = itertools.count(1)  # of this process's trainings
 
@@ -108,9 +107,8 @@ class Store:
     every: Annotated[int, Field(ge=1)]
     marks: frozenset[int] = frozenset()
     asked: bool = True
-    shards: Any = (
-        None  # `training.sharding`, where each process has a part of what trains
-    )
+    # `training.sharding`, where each process has a part of what trains.
+    shards: Any = None
 
     @contextmanager
     def locked(self) -> Iterator[None]:

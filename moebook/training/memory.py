@@ -17,9 +17,8 @@ class StepMemory:
     """Bytes that one training step holds at its fullest, apart from work space."""
 
     parameters: int  # and buffers
-    kept: (
-        int  # by autograd for the backward pass, parameters left out, each tensor once
-    )
+    # By autograd for the backward pass, parameters left out, each tensor once.
+    kept: int
     trained: int  # gradients and AdamW's two moments of the parameters that require a gradient
 
     @property

@@ -79,9 +79,8 @@ class Task:
     templates: Sequence[str]  # wordings with {slots}; a row draws one
     pool: Pool  # enumerates all items; must be deterministic
     max_new_tokens: int  # enough for every answer, of 2,048 byte pairs
-    compare: str = (
-        "first_line"  # of COMPARE: how answers are read before they are compared
-    )
+    # Of COMPARE: how answers are read before they are compared.
+    compare: str = "first_line"
     rationales: bool = False  # whether items carry a worked solution
 
     @property

@@ -43,9 +43,8 @@ class Arm:
 
     method: str  # fft, lora, or the score that chooses experts, token or gate
     size: float = 1  # rank of LoRA or threshold of the score
-    random: bool = (
-        False  # as many random experts stand for those that the score chooses
-    )
+    # As many random experts stand for those that the score chooses.
+    random: bool = False
     attention: bool = False  # LoRA adapts attention alone, no expert
     group: int = 1  # experts that share a gate
     main: bool = True  # runs on every task; else on the first one

@@ -35,19 +35,15 @@ class Config(Presets):
     """
 
     experts: Size = 8  # E, adapters a layer
-    top_k: Size = (
-        2  # K, experts per token; with 1 only the balance loss reaches the routers
-    )
-    adapter_width: Size = (
-        512  # R; the printed sizes imply 512, the released code trains 64
-    )
-    adapter_scale: float = (
-        1.0  # factor on the adapters' output in training (1 in Eq. 8)
-    )
+    # K, experts per token; with 1 only the balance loss reaches the routers.
+    top_k: Size = 2
+    # R; the printed sizes imply 512, the released code trains 64.
+    adapter_width: Size = 512
+    # Factor on the adapters' output in training (1 in Eq. 8).
+    adapter_scale: float = 1.0
     served_scale: float = 1.0  # the same in evaluation mode (released: 0.25)
-    adapter_dropout: Share = (
-        0.1  # dropped before ``down`` (0.1 as released; the paper is silent)
-    )
+    # Dropped before ``down`` (0.1 as released; the paper is silent).
+    adapter_dropout: Share = 0.1
     down_init: Literal["kaiming", "zero"] = "kaiming"
     layers: (
         Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None

@@ -33,15 +33,15 @@ HOSTS = {
     "llama-2-13b": "meta-llama/Llama-2-13b-hf",
     "yi-34b": "01-ai/Yi-34B",
 }
+# Billions of parameters (Table 2).
 PRINTED = {
     "llama-2-7b": 8,
     "llama-2-13b": 15,
     "yi-34b": 38,
-}  # billions of parameters (Table 2)
-TURNS, STEPS = (
-    3,
-    6,
-)  # short runs that `cost` times, and their steps; the first is a warm-up
+}
+# Short runs that `cost` times, and their steps; the first is a warm-up.
+TURNS = 3
+STEPS = 6
 
 
 def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tensor:
@@ -146,19 +146,26 @@ def _row_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 def _squared_distances(models: list[nn.Module], batch: Mapping[str, Any]) -> Tensor:
     """Return squared distances pesc-full and full-dense, ``[2, L]``, on the dense MLPs' inputs."""
-    mlps = [[layer.mlp for layer in anatomy(model).layers] for model in models]
-    calls: dict[int, tuple[Tensor, Tensor]] = {}
+    pesc, full, dense = models
+    seen: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: input and output, [B, T, D]
 
     def see(layer: int, arguments: tuple[Any, ...], output: Tensor) -> None:
-        calls[layer] = arguments[0], output
+        seen[layer] = arguments[0], output
 
-    with mnn.hooked(dict(enumerate(mlps[2])), see):
-        models[2](input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    mlps = {number: layer.mlp for number, layer in enumerate(anatomy(dense).layers)}
+    with mnn.hooked(mlps, see):
+        dense(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+
     real = batch["attention_mask"].bool()
     distances = []
-    for pesc, full, (x, dense) in zip(*mlps[:2], calls.values(), strict=True):
-        a, b, c = pesc(x)[real].double(), full(x)[real].double(), dense[real].double()
-        distances.append([(a - b).square().sum(), (b - c).square().sum()])
+    pairs = zip(anatomy(pesc).layers, anatomy(full).layers, seen.values(), strict=True)
+    for of_pesc, of_full, (x, output) in pairs:
+        by_pesc = of_pesc.mlp(x)[real].double()
+        by_full = of_full.mlp(x)[real].double()
+        by_dense = output[real].double()
+        pesc_full = (by_pesc - by_full).square().sum()
+        full_dense = (by_full - by_dense).square().sum()
+        distances.append([pesc_full, full_dense])
     return torch.tensor(distances, dtype=torch.float64).T
 
 
@@ -169,9 +176,8 @@ class Counts(NamedTuple):
     adapters: int
     routers: int
     total: int  # of the crafted model
-    activated: (
-        int  # that one token uses: the host, the routers, and K of E adapters a layer
-    )
+    # That one token uses: the host, the routers, and K of E adapters a layer.
+    activated: int
 
 
 def counts(config: Config, host: str | PreTrainedConfig) -> Counts:

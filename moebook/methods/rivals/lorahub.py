@@ -35,11 +35,12 @@ from moebook.methods.rocket.bank import Bank, check
 from moebook.settings import Count, Presets, Seed, Size, checked, settings
 
 Loss = Callable[[np.ndarray], float]
+# |w_i| at most; of the penalty; of the first probes.
 BOX, STRENGTH, STEP = (
     1.5,
     0.05,
     0.5,
-)  # |w_i| at most; of the penalty; of the first probes
+)
 
 
 @settings

@@ -251,8 +251,14 @@ class Mixed(nn.Module):
 
     def _by_token(self, x: Tensor, weights: Tensor) -> Tensor:
         """Mix factors for each token in N R columns: the mixed A itself is never formed."""
-        on_down, on_up = halves(weights, self.mix)
-        low = F.linear(x, self.down.flatten(0, 1)).unflatten(-1, self.down.shape[:2])
-        low = (on_down.unsqueeze(-1) * low).sum(-2, keepdim=True)  # [..., 1, R]
+        on_down, on_up = halves(weights, self.mix)  # [..., N] each
+
+        # sum_n w_n A_n x, by all A at once.
+        of_all = F.linear(x, self.down.flatten(0, 1))  # [..., N R]
+        of_each = of_all.unflatten(-1, self.down.shape[:2])  # [..., N, R]
+        low = (on_down.unsqueeze(-1) * of_each).sum(-2, keepdim=True)  # [..., 1, R]
+
+        # sum_n w_n B_n low, by all B at once.
+        weighted = (on_up.unsqueeze(-1) * low).flatten(-2)  # [..., N R]
         columns = self.up.transpose(0, 1).flatten(1)  # [O, N R]
-        return F.linear((on_up.unsqueeze(-1) * low).flatten(-2), columns)
+        return F.linear(weighted, columns)

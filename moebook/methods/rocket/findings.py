@@ -29,10 +29,11 @@ Items = Annotated[pd.DataFrame, columns("task domain", shares="correct", lacking
 Numbered = Annotated[
     pd.DataFrame, columns("task domain item", shares="correct", lacking="nll")
 ]
+# Whether rationales are read (Figure 8).
 KINDS = {
     "bare answers": False,
     "with rationales": True,
-}  # whether rationales are read (Figure 8)
+}
 
 
 @checked

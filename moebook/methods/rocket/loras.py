@@ -87,9 +87,8 @@ class Plain:
     # Other starts alter the base's own weights.
     init_lora_weights: Literal[True, False, None, "gaussian", "orthogonal"] = True
     fan_in_fan_out: bool = False  # which PEFT takes back for `nn.Linear`
-    auto_mapping: Any = (
-        None  # notes on the base's class, by which nothing is imported here
-    )
+    # Notes on the base's class, by which nothing is imported here.
+    auto_mapping: Any = None
     base_model_name_or_path: Text | None = None
     revision: Text | None = None
     peft_version: Text | None = None
@@ -120,9 +119,8 @@ class Lora:
     down: Factors  # A [R, D] by path of the linear layer, in order
     up: Factors  # B [O, R] by the same paths
     base: str | None = None  # fingerprint of the base, None where it is not known
-    rank_stabilised: bool = (
-        False  # scale by alpha / sqrt R instead of alpha / R (rsLoRA)
-    )
+    # Scale by alpha / sqrt R instead of alpha / R (rsLoRA).
+    rank_stabilised: bool = False
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -262,16 +260,20 @@ def _adding(down: Tensor, up: Tensor) -> Callable[..., Tensor]:
     """Make the hook that adds ``x A_n B_n`` to the n-th part of the rows, or to one row for all."""
 
     def add(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        loras, parts = len(down), 1 if len(output) == 1 else len(down)
-        x, base = (
-            t.unflatten(0, (parts, -1)).flatten(1, -2) for t in (args[0], output)
-        )
-        # [N, B T, D] -> [N, B T, R].
-        low = torch.bmm(x.to(down.dtype).expand(loras, -1, -1), down)
+        loras = len(down)
+        # Each LoRA has a part of the rows; a single row is read by all of them.
+        parts = 1 if len(output) == 1 else loras
+        x = args[0].unflatten(0, (parts, -1)).flatten(1, -2)  # [parts, B T, D]
+        base = output.unflatten(0, (parts, -1)).flatten(1, -2)  # [parts, B T, O]
+        x = x.to(down.dtype).expand(loras, -1, -1)
         base = base.expand(loras, -1, -1)
+
+        low = torch.bmm(x, down)  # [N, B T, R]
         if base.dtype == up.dtype:
-            return torch.baddbmm(base, low, up).view(-1, *output.shape[1:])
-        return (base + torch.bmm(low, up)).to(output.dtype).view(-1, *output.shape[1:])
+            total = torch.baddbmm(base, low, up)
+        else:
+            total = (base + torch.bmm(low, up)).to(output.dtype)
+        return total.view(-1, *output.shape[1:])
 
     return add
 

@@ -31,10 +31,11 @@ from moebook.settings import Count, Each, Seed, checked, settings
 
 Row = Mapping[str, str]
 RANKED = tuple(selection.RANKINGS)
+# A LoRA of the target's own set; the bank's tuned alone.
 UNMIXED = (
     "expert_lora",
     "perplexity",
-)  # a LoRA of the target's own set; the bank's tuned alone
+)
 
 
 @settings
@@ -45,9 +46,8 @@ class Arm:
     # The rankings that choose the experts; "random" draws them, "best" is best on the test rows.
     by: tuple[Literal[Ranking, "random", "best"], ...] = RANKED
     open_data: bool = True  # whether chosen open data join the shots
-    identical: bool = (
-        False  # whether all N experts are the first candidate (Sec. 4.5.2)
-    )
+    # Whether all N experts are the first candidate (Sec. 4.5.2).
+    identical: bool = False
 
 
 def arms(config: Config, *, strict: float) -> dict[str, Arm | None]:

@@ -47,11 +47,12 @@ Item = Mapping[str, Any]
 Order = Literal["answer_first", "rationale_first"]
 # What says how answers are compared, by the task's name in a row.
 JUDGED: dict[str, Task | Source] = {**KNOWN, **SETS}
+# Act after the head.
 LOGITS = (
     "final_logit_softcapping",
     "logit_scale",
     "logits_scaling",
-)  # act after the head
+)
 ORDERS = {
     "answer_first": "the answer first then with its explanation",
     "rationale_first": "the explanation first then with the answer",

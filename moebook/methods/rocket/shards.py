@@ -38,10 +38,9 @@ Row = Mapping[str, str]
 # What is done at once: "name" of the file that it leaves, and what it reads.
 Task = dict[str, Any]
 Work = Callable[[Task], bytes]
-EMBEDDING, TEXTS = (
-    "embedding",
-    ("prompt", "answer"),
-)  # columns of a shard: either, or both
+# Columns of a shard: either, or both.
+EMBEDDING = "embedding"
+TEXTS = ("prompt", "answer")
 CHECKED = ParquetFileFormat(page_checksum_verification=True)
 BLOCK = 16_384  # rows of a shard that are read at once
 TOGETHER = 32  # LoRAs that are scored in one task
@@ -52,9 +51,8 @@ class Engine:
     """Where shards are done: in this process, or by actors of the Ray cluster here."""
 
     name: Literal["local", "ray"] = "local"
-    workers: Count | None = (
-        None  # actors; by default as many as the cluster has room for
-    )
+    # Actors; by default as many as the cluster has room for.
+    workers: Count | None = None
     gpus: float = 0.0  # of each actor, which has one CPU
     device: str = "cpu"  # of the encoder or the base
 

@@ -114,9 +114,8 @@ def hardest(
 class Representations:
     """What a model represents at each of its L layers, for a sample of tokens."""
 
-    points: (
-        Tensor  # [L, S, D] float32 on the CPU, task by task in the order of the text
-    )
+    # [L, S, D] float32 on the CPU, task by task in the order of the text.
+    points: Tensor
     labels: Tensor  # [S] the number of each sample's task
     tasks: tuple[str, ...]
     tensor: Source

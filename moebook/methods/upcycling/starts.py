@@ -40,9 +40,8 @@ class Start:
     """First weights of the routers of all L layers; a layer's rows are its experts' (Eq. 1)."""
 
     weights: Annotated[Tensor, FINITE]  # [L, E, D] float32
-    base: str | None = (
-        None  # fingerprint of the model they were taken from; None fits any
-    )
+    # Fingerprint of the model they were taken from; None fits any.
+    base: str | None = None
 
     def __post_init__(self) -> None:
         shapes("Start", {"weights": (self.weights, "L E D")}, empty="")

@@ -66,10 +66,11 @@ CARRIED = (
     " rms_norm_eps use_cache pad_token_id bos_token_id eos_token_id tie_word_embeddings"
     " attention_dropout rope_parameters"
 ).split()
+# Relative error of the logits; 0.1 in halves.
 AGREE = {
     torch.float64: 1e-6,
     torch.float32: 1e-4,
-}  # relative error of the logits; 0.1 in halves
+}
 
 
 @settings
@@ -93,10 +94,8 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     base = checkpoint.fingerprint(model)
     start = su(model, config.experts, seed=config.seed) if start is None else start
     checkpoint.check_base("the start", start.base or base, base)
-    shape, expected = (
-        tuple(start.weights.shape),
-        (len(host.layers), config.experts, host.hidden),
-    )
+    shape = tuple(start.weights.shape)
+    expected = (len(host.layers), config.experts, host.hidden)
     if shape != expected:
         refuse(
             "E-SHAPE", f"the router start is {shape}, expected [L, E, D] = {expected}"
