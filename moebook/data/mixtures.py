@@ -7,8 +7,6 @@ import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from pydantic import SkipValidation
-
 from moebook.data import tasks
 from moebook.data.tasks.task import shipped
 from moebook.data.templates import field as text_field
@@ -16,7 +14,6 @@ from moebook.errors import refuse
 from moebook.settings import Count, Each, checked
 
 Row = dict[str, str]
-Drawn = SkipValidation[Sequence[Row]]  # not copied: there may be hundreds of thousands
 PASSAGES = {  # domain: a file that ships, and the fields of its rows
     # Clauses of licences, as lawyers wrote them.
     "text": ("licence.jsonl", ("clause",)),
@@ -72,7 +69,7 @@ def _text(row: Mapping[str, str], name: str, number: int) -> str:
 
 
 @checked
-def hold_out(rows: Drawn, size: Count) -> tuple[list[Row], list[Row]]:
+def hold_out(rows: Sequence[Row], size: Count) -> tuple[list[Row], list[Row]]:
     """Split shuffled rows in those to train on and the first `size`, held out.
 
     What shares its prompt with a held-out row (MetaMathQA answers some several times)

@@ -219,11 +219,15 @@ def within(value: Any, limit: Any) -> bool:
 
 
 def held(target: Any) -> bool:
-    """Whether a class holds what JSON does not keep as it is: paths, and numbers as keys."""
-    return any(
-        parts(hint)[0] is Path or get_origin(parts(hint)[0]) is dict
-        for hint in hints(target).values()
-    )
+    """Whether a class holds what JSON does not keep as it is, or `restored` makes tuples of."""
+
+    def changed(hint: Any) -> bool:
+        bare, _ = parts(hint)
+        if get_origin(bare) in (Union, types.UnionType):
+            return any(map(changed, get_args(bare)))
+        return bare is Path or get_origin(bare) in (dict, list)
+
+    return any(map(changed, hints(target).values()))
 
 
 def controls(text: str) -> list[str]:

@@ -39,7 +39,7 @@ KINDS = {
 @checked
 def foretold(
     cases: Annotated[Mapping[str, Case], Field(min_length=1)],
-    outcomes: Annotated[Mapping[tuple[str, str], Outcome], Field(min_length=1)],
+    outcomes: Mapping[tuple[str, str], Outcome],
 ) -> pd.DataFrame:
     """Set perplexities on the shots beside what tuning each LoRA alone came to (Fig. 2, 8).
 
@@ -66,6 +66,8 @@ def foretold(
 @checked
 def correlations(frame: pd.DataFrame, one: Each[str], other: Each[str]) -> pd.Series:
     """Correlate columns by rank over each task's LoRAs (Fig. 2, 8); no constant ones."""
+    if "task" not in frame.index.names:
+        refuse("E-DATA", "frame has no index level 'task', expected one per LoRA's row")
     for name in (*one, *other):
         refuse_unknown(
             name, frame.columns, "E-NAME", f"the frame has no column '{name}';"
