@@ -55,7 +55,7 @@ def trainings(notebook: str, given: Given) -> list[Training]:
     message = f"{notebook} trains nothing that a plan is known for;"
     refuse_unknown(notebook, TRAINED, "E-NOTEBOOK", message)
     if notebook in experiments.CHECKS:
-        check_arms(notebook, given)
+        experiments.check(notebook, given)
     # Bytes a parameter of the host that the notebook holds beside what trains: pesc the base, esft
     # what it copies, together the base in float32, router_init a copy in 16 bits as well.
     dtype = DTYPES.get(given.get("dtype", ""), torch.float32)
@@ -219,14 +219,6 @@ TRAINED: dict[str, Callable[[Given], Arms]] = {
     "esft": _esft,
     "together": _together,
 }
-
-
-def check_arms(notebook: str, given: Given) -> None:
-    """Refuse arms that a notebook does not have, or that cannot run with these parameters.
-
-    It is what the notebook refuses, before any run of it starts (E-RANGE).
-    """
-    experiments.check(notebook, given)
 
 
 def _listed(text: str) -> list[str]:

@@ -44,7 +44,7 @@ CODE = (
 )
 CHILD = "from moebook.notebook import study; study.child()"
 MOST_SEEDS = 1000  # in one call
-# Notebooks whose arms `plans` knows.
+# Notebooks whose arms `experiments` knows.
 PLANNED = (
     "pesc",
     "router_init",
@@ -198,10 +198,10 @@ def _check(notebook: Notebook, protocol: str, todo: Sequence[Job], engine: str) 
     if engine == "local":  # a cluster's nodes may have other devices
         check_device(settings)
     if notebook.name in PLANNED:
-        from moebook.notebook import plans  # with torch and all methods
+        from moebook import experiments  # with torch and all methods
 
         for asked in {str(job.overrides["arms"]) for job in todo}:
-            plans.check_arms(notebook.name, settings | {"arms": asked})
+            experiments.check(notebook.name, settings | {"arms": asked})
 
 
 def _lacking(seed: int, arms: str | None, pool: Pool | None) -> dict[str, Any]:

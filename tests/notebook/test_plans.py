@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moebook import planning, together
+from moebook import experiments, planning, together
 from moebook.notebook import parameters, plans, sources, study
 from tests.refusals import refused
 
@@ -61,7 +61,7 @@ def test_a_study_refuses_unknown_arms_before_anything_runs(name, monkeypatch):
     refused(
         message, study.study, name, "nano", [999], arms=f"{other},{one}x", folder=ROOT
     )
-    plans.check_arms(name, values(name, "nano", arms=f"{other},{one}"))
+    experiments.check(name, values(name, "nano", arms=f"{other},{one}"))
 
 
 def test_a_study_checks_the_arms_of_every_notebook_that_has_any():
