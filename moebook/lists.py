@@ -1,9 +1,9 @@
-"""Parameters that hold several values in one text: names, learning rates, rates by name."""
+"""Parameters that hold several values in one text: names, numbers, rates, rates by name."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from moebook.errors import refuse, refuse_unknown
 
@@ -26,23 +26,29 @@ def arms(text: str, known: Iterable[str]) -> list[str]:
     return list(known) if text == ALL else listed("arms", text, known)
 
 
+def numbers(name: str, text: str) -> list[float]:
+    """Split a parameter that lists numbers with commas, each once; empty for none."""
+    return _each_once(name, text, _number)
+
+
 def rates(name: str, text: str) -> list[float]:
     """Split a parameter that lists learning rates with commas, each once; empty for none."""
+    return _each_once(name, text, _rate)
+
+
+def _each_once(name: str, text: str, read: Callable[[str, str], float]) -> list[float]:
+    """Read each part of a list; two are the same if recorded values would name them alike."""
     found: dict[str, float] = {}
     for part in text.split(","):
         if not part.strip():
             continue
-        rate = _rate(f"{name} lists '{part.strip()}'", part)
-        if f"{rate:g}" in found:
-            digits = (
-                ""
-                if rate == found[f"{rate:g}"]
-                else ", to the six digits of a value's name"
-            )
-            refuse(
-                "E-RANGE", f"{name} lists {rate:g} twice{digits}: give each rate once"
-            )
-        found[f"{rate:g}"] = rate
+        number = read(f"{name} lists '{part.strip()}'", part)
+        written = f"{number:g}"
+        if written in found:
+            equal = number == found[written]
+            digits = "" if equal else ", to the six digits of a value's name"
+            refuse("E-RANGE", f"{name} lists {written} twice{digits}: give each once")
+        found[written] = number
     return list(found.values())
 
 
@@ -72,14 +78,27 @@ def rates_by_name(
     return found
 
 
+def _number(given: str, text: str) -> float:
+    """Read a finite number."""
+    number = _float(text)
+    if not math.isfinite(number):
+        refuse("E-RANGE", f"{given}: expected numbers with commas between, as in 0.1,1")
+    return number
+
+
 def _rate(given: str, text: str) -> float:
     """Read a learning rate: a number above 0 and below 1."""
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
+    rate = _float(text)
     if not 0 < rate < 1:
         refuse(
             "E-RANGE", f"{given}: expected a number above 0 and below 1, as in 0.001"
         )
     return rate
+
+
+def _float(text: str) -> float:
+    """Read a number in Python's notation; a text that is none comes back as NaN."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

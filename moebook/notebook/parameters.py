@@ -7,8 +7,10 @@ is int, float, bool or str and the rule, which ends the comment, is one of::
     share: float = 0.5    # of the rows, share (0, 1]       a round bracket leaves its end out
     width: int = 16       # adapter width, features [1, inf)
     base: str = "nano"    # base model {nano, smollm2}      choices
+    rates: str = ""       # learning rates, or "" (0, 1)    numbers with commas, each in it
 
-A float may be given as a finite int; nothing else is converted.
+A float may be given as a finite int, and a list of one number as that number, since papermill's
+``-p rates 0.001`` and YAML make numbers of both; nothing else is converted.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from moebook.errors import nearest, printable, refuse, refuse_unknown, shown
+from moebook import lists
+from moebook.errors import located, nearest, printable, refuse, refuse_unknown, shown
 
 Scalar = bool | int | float | str
 TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
@@ -43,8 +46,21 @@ class Parameter:
     help: str = ""
     rule: str = ""
 
+    @property
+    def lists_numbers(self) -> bool:
+        """Whether it is a text that lists numbers, each of which the rule is about."""
+        return self.type is str and _RANGE.fullmatch(self.rule) is not None
+
+    def taken(self, value: object) -> object:
+        """Return a value as this parameter takes it: a number is a list of one number."""
+        return repr(value) if self._is_list_of_one(value) else value
+
+    def _is_list_of_one(self, value: object) -> bool:
+        return self.lists_numbers and type(value) in (int, float)
+
     def check(self, value: object, where: str) -> None:
         """Refuse a value of the wrong type (E-TYPE) or outside the rule (E-RANGE)."""
+        value = self.taken(value)
         given = f"{where}: {self.name} = {shown(value)[:80]}"
         if type(value) is not self.type and (self.type, type(value)) != (float, int):
             refuse("E-TYPE", f"{given}: {self._expected(value)}")
@@ -53,9 +69,19 @@ class Parameter:
                 "E-TYPE",
                 f"{given}: expected one line of text without control characters",
             )
-        if not self._allows(value):
+        if self.lists_numbers:
+            self._check_numbers(str(value), where)
+        elif not self._allows(value):
             note = f" ({self.help})" if self.help else ""
             refuse("E-RANGE", f"{given}: {self._permitted(value)}{note}")
+
+    def _check_numbers(self, text: str, where: str) -> None:
+        with located(where):
+            numbers = lists.numbers(self.name, text)
+        for number in numbers:
+            if not self._allows(number):
+                expected = f"expected numbers in {self.rule}, with commas between"
+                refuse("E-RANGE", f"{where}: {self.name} lists {number:g}: {expected}")
 
     def read(self, text: str, where: str) -> Scalar:
         """Turn the text of ``-p name=text`` into a checked value of this parameter's type."""
@@ -171,11 +197,14 @@ def _declaration(statement: ast.stmt, comment: str, place: str) -> Parameter:
 
 
 def _suits(parameter: Parameter) -> bool:
-    """Whether a parameter's rule can be one of its type: a rising range, choices of it."""
+    """Whether a parameter's rule can be one of its type: a rising range, choices of it.
+
+    The range of a text is that of the numbers that it lists.
+    """
     interval = _RANGE.fullmatch(parameter.rule)
     if interval:
         _, low, high, _ = interval.groups()
-        return parameter.type in (int, float) and float(low) <= float(high)
+        return parameter.type is not bool and float(low) <= float(high)
     if not parameter.rule:
         return True
     if parameter.type is bool:
@@ -205,10 +234,17 @@ def _number(text: str, kind: type) -> Any:
 
 def check(
     declared: Mapping[str, Parameter], values: Mapping[str, object], where: str
-) -> None:
-    """Refuse values whose name is not declared, or that break their parameter's type or rule."""
+) -> dict[str, Any]:
+    """Return values as their parameters take them (`Parameter.taken`).
+
+    Refused are names that are not declared, and what breaks a parameter's type or rule.
+    """
+    taken: dict[str, Any] = {}
     for name, value in values.items():
-        _find(declared, name, where).check(value, where)
+        parameter = _find(declared, name, where)
+        parameter.check(value, where)
+        taken[name] = parameter.taken(value)
+    return taken
 
 
 def read_options(

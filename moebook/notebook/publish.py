@@ -448,7 +448,7 @@ def read_notebook(path: Path, folder: Path) -> Run:
         # papermill's cell is tagged, also in copies whose other metadata are gone
         if "injected-parameters" in cell["metadata"].get("tags", []):
             given |= injected(cell["source"], path.name)
-    parameters.check(source.parameters, given, path.name)
+    given = parameters.check(source.parameters, given, path.name)
     manifest = {
         "parameters": source.defaults | given,
         "overrides": {},

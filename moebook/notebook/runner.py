@@ -110,7 +110,8 @@ class Request:
     @cached_property
     def settings(self) -> dict[str, Scalar]:
         """What differs from the notebook's defaults."""
-        return self.notebook.settings(self.protocol) | dict(self.overrides)
+        given = parameters.check(self.notebook.parameters, self.overrides, "-p")
+        return self.notebook.settings(self.protocol) | given
 
     @cached_property
     def store(self) -> Path:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from numbers import Number
@@ -167,16 +167,18 @@ class Run:
             self.record(f"{name}/nll{place}", nats.mean(), "nats", nats)
 
 
-def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
+def begin(cells: Sequence[str], names: MutableMapping[str, Any]) -> Run:
     """Check a notebook's parameters, seed everything, note machine and code, and start its run.
 
     Call it as ``run = notebook.begin(In, globals())`` in the cell after the parameters:
     with the sources executed so far and the variables as they are now. The parameters
     cell is the latest one that holds nothing but annotated assignments, ``tier`` among
     them. What these variables hold is noted as the run's parameters, and must stay:
-    `Run.record` refuses where a cell has set one to another value.
+    `Run.record` refuses where a cell has set one to another value. A list of one number
+    that was given as a number becomes the text that its parameter is.
     """
     declared, values = _checked(cells, names)
+    names.update(values)
     if "seed" in declared:
         runtime.seed_everything(names["seed"])
     witness = Witness(values, names, _as_written(cells))
@@ -206,10 +208,10 @@ def _checked(
     if missing:
         fix = "run the parameters cell again"
         refuse("E-PARAMETER", f"parameter {missing[0]} is not set; {fix}")
-    values = {name: names[name] for name in declared}
-    parameters.check(declared, values, "parameters")
+    now = {name: names[name] for name in declared}
+    values = parameters.check(declared, now, "parameters")
     given = _given(cells[index + 1 :])
-    parameters.check(declared, given, "injected parameters")
+    given = parameters.check(declared, given, "injected parameters")
     for name, value in given.items():
         now = values[name]
         if now != value:

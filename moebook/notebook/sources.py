@@ -72,8 +72,7 @@ class Notebook:
         settings = {"tier": self.defaults["tier"]}
         lines = read_flat(file) if file.is_file() else {}
         for name, (value, where) in lines.items():
-            parameters.check(self.parameters, {name: value}, where)
-            settings[name] = value
+            settings |= parameters.check(self.parameters, {name: value}, where)
         tiers = _tiers(protocol)
         tier = settings["tier"]
         if tier not in tiers:

@@ -20,7 +20,9 @@ ROUTER_INIT = experiments.router_init
 
 def given(protocol="smoke", **changes):
     """Return the parameters of the notebook at a protocol, with some changed."""
-    parameters.check(NOTEBOOK.parameters, changes, "-p")
+    # Rates are read again here, wherever the parameters come from.
+    declared = {name: value for name, value in changes.items() if name != "rates"}
+    parameters.check(NOTEBOOK.parameters, declared, "-p")
     return NOTEBOOK.defaults | NOTEBOOK.settings(protocol) | changes
 
 

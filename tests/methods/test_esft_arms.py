@@ -35,7 +35,7 @@ def test_a_sweep_is_read_or_refused():
             "0.2",
             "4,8.5",
             "2",
-            "E-TYPE: ranks is '4,8.5': .*expected numbers with",
+            "E-RANGE: ranks lists 8.5: expected whole numbers",
         ),
         (
             "0.1,0.3",
@@ -52,8 +52,9 @@ def test_a_sweep_is_read_or_refused():
             "E-RANGE: ranks is '8,4', expected rising numbers",
         ),
         ("0.1,1.5", "0.2", "4,8", "2", "E-RANGE: thresholds_gate is '0.1,1.5'"),
-        ("0.1,nan", "0.2", "4,8", "2", "E-RANGE: thresholds_gate is"),
-        ("0.1,0.3", "0.2,0.2", "4,8", "2", "E-RANGE: thresholds_token is '0.2,0.2'"),
+        ("0.1,nan", "0.2", "4,8", "2", "E-RANGE: thresholds_gate lists 'nan'"),
+        ("0.1,0.3", "", "4,8", "2", "E-RANGE: thresholds_token is '', expected"),
+        ("0.1,0.3", "0.2,0.2", "4,8", "2", "E-RANGE: thresholds_token lists 0.2 twice"),
         ("0.1,0.3", "0.2", "4,8", "1,2", "E-RANGE: group_sizes is '1,2', .*above 1"),
     ):
         refused(message, esft.sweep, *texts)

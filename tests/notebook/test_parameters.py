@@ -24,12 +24,14 @@ share: float = 0.5  # of the rows, share (0, 1]
 balance: float = 0.01  # weight of the balance loss [0, inf)
 width: int = 16  # adapter width {8, 16, 32}
 quantise: bool = False  # NF4 on the host's linears
-note: str = "#1"  # free text"""
+note: str = "#1"  # free text
+rates: str = ""  # learning rates (0, 1)"""
 DECLARED = parameters.parse(CELL, "toy")
 
 
 def test_the_cell_is_read_and_values_at_the_ends_of_their_range_are_taken():
-    assert list(DECLARED) == "tier top_k share balance width quantise note".split()
+    names = "tier top_k share balance width quantise note rates"
+    assert list(DECLARED) == names.split()
     share = DECLARED["share"]
     assert (share.type, share.default) == (float, 0.5)
     assert (share.help, share.rule) == ("of the rows, share", "(0, 1]")
@@ -70,6 +72,18 @@ def test_the_cell_is_read_and_values_at_the_ends_of_their_range_are_taken():
             ("note", f"a{mark}b", "E-TYPE.*one line")
             for mark in "\n\r\x1b\x9b\u2028\u202e"
         ),
+        ("rates", "abc", "E-RANGE: here: rates lists 'abc': expected numbers with"),
+        ("rates", "0.1,nan", "E-RANGE: here: rates lists 'nan'"),
+        ("rates", "0.1;0.2", "E-RANGE: here: rates lists '0.1;0.2'"),
+        (
+            "rates",
+            "0.1,5",
+            r"E-RANGE: here: rates lists 5: expected numbers in \(0, 1\)",
+        ),
+        ("rates", 5.0, "E-RANGE: here: rates lists 5: expected"),
+        ("rates", "0.001,1e-3", "E-RANGE: here: rates lists 0.001 twice: give each"),
+        ("rates", "0.001234567,0.001234568", "E-RANGE.* to the six digits of a"),
+        ("rates", True, "E-TYPE: here: rates = True: expected str, found bool"),
         ("tier", "cpus", "E-RANGE.*did you mean 'cpu'"),
         ("topk", 2, "E-PARAMETER.*did you mean 'top_k'"),
         ("top_k=1;import os", 2, "E-PARAMETER"),
@@ -103,6 +117,19 @@ def test_texts_of_the_command_line_become_typed_values_or_are_refused():
 
 
 @pytest.mark.parametrize(
+    ("given", "taken"),
+    [(0.001, "0.001"), (1e-05, "1e-05"), ("0.1, 1e-3,", "0.1, 1e-3,"), ("", "")],
+)
+def test_a_list_of_numbers_may_be_given_as_its_only_number(given, taken):
+    found = parameters.check(DECLARED, {"rates": given}, "here")
+    assert found == {"rates": taken} and type(found["rates"]) is str
+    values = {one.name: one.default for one in DECLARED.values()} | {"rates": given}
+    injected = f"# Parameters\nrates = {given!r}\n"
+    run = begin(["", CELL, injected, "begin(In, globals())"], values)
+    assert values["rates"] == run.settings["rates"] == taken
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "top_k = 2",
@@ -119,7 +146,8 @@ def test_texts_of_the_command_line_become_typed_values_or_are_refused():
         "top_k: int = 2  # experts [64, 1]",
         "top_k: int = 2  # experts {a, b}",
         "flag: bool = True  # switch [0, 1]",
-        "note: str = 'a'  # text [0, 1]",
+        "note: str = 'a'  # numbers [0, 1]",
+        "note: str = '2'  # numbers [0, 1]",
         "top_k: int = 2\ntop_k: int = 3",
         "top_k: int = 2 +",
     ],

@@ -16,6 +16,7 @@ from peft import LoraConfig
 from pydantic import Field, SkipValidation
 from torch import Tensor, nn
 
+from moebook import lists
 from moebook.data import hub, tasks
 from moebook.errors import refuse, refuse_unknown
 from moebook.methods.esft.apply import Origin, specialise
@@ -58,10 +59,10 @@ def sweep(
     Gate thresholds and ranks are compared place by place, so there must be as many.
     """
     tried = {
-        "gate": _rising("thresholds_gate", thresholds_gate, float, 0, 1),
-        "token": _rising("thresholds_token", thresholds_token, float, 0, 1),
-        "lora": _rising("ranks", ranks, int, 0, RANKS),
-        "groups": _rising("group_sizes", group_sizes, int, 1, math.inf),
+        "gate": _rising("thresholds_gate", thresholds_gate, above=0, most=1),
+        "token": _rising("thresholds_token", thresholds_token, above=0, most=1),
+        "lora": _whole("ranks", ranks, above=0, most=RANKS),
+        "groups": _whole("group_sizes", group_sizes, above=1, most=math.inf),
     }
     if len(tried["gate"]) != len(tried["lora"]):
         given = f"thresholds_gate is '{thresholds_gate}' and ranks '{ranks}'"
@@ -71,25 +72,23 @@ def sweep(
     return tried
 
 
-def _rising(
-    name: str, text: str, kind: type[float], above: float, most: float
-) -> list[float]:
-    try:
-        values = [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        refuse(
-            "E-TYPE",
-            f"{name} is '{text}': {error}; expected numbers with commas between",
-        )
-    if values != sorted(set(values)) or not all(
-        above < value <= most for value in values
-    ):
+def _rising(name: str, text: str, *, above: float, most: float) -> list[float]:
+    """Read rising numbers with commas between, one at least."""
+    values = lists.numbers(name, text)
+    inside = all(above < value <= most for value in values)
+    if not values or not inside or values != sorted(values):
         limits = f"above {above}, at most {most}"
-        refuse(
-            "E-RANGE",
-            f"{name} is '{text}', expected rising numbers {limits}, each once",
-        )
+        refuse("E-RANGE", f"{name} is '{text}', expected rising numbers {limits}")
     return values
+
+
+def _whole(name: str, text: str, *, above: float, most: float) -> list[float]:
+    """Read rising whole numbers with commas between, one at least."""
+    values = _rising(name, text, above=above, most=most)
+    broken = [value for value in values if value != int(value)]
+    if broken:
+        refuse("E-RANGE", f"{name} lists {broken[0]:g}: expected whole numbers")
+    return [int(value) for value in values]
 
 
 @checked
