@@ -29,8 +29,10 @@ class Recorder(Protocol):
     ) -> None:
         """Keep a number, the mean of its items if it has any."""
 
-    def curve(self, name: str, y: Iterable[float], unit: str) -> None:
-        """Keep a line, a height a step."""
+    def curve(
+        self, name: str, y: Iterable[float], unit: str, x: Iterable[float] | None = None
+    ) -> None:
+        """Keep a line, a height a step, or a height at each ``x``."""
 
     def scores(self, name: str, table: pd.DataFrame) -> None:
         """Keep accuracy and likelihood of a table with a row a test item."""

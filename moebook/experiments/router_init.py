@@ -19,7 +19,7 @@ from moebook.analysis import routers, routing
 from moebook.data import hub
 from moebook.experiments import arm, needs, rates
 from moebook.experiments.arm import Arm, Complaints, Settings
-from moebook.experiments.experiment import Experiment, Rows
+from moebook.experiments.experiment import Experiment, Recorder, Rows
 from moebook.methods import upcycling
 from moebook.methods.upcycling.config import LABORATORY, MAIN
 from moebook.methods.upcycling.starts import Start
@@ -200,6 +200,29 @@ def experiment(
     )
 
 
+def started(
+    settings: Settings,
+    arms: Mapping[str, Arm],
+    makers: Mapping[str, Callable[[int], Start]],
+    inputs: upcycling.representations.Representations,
+) -> dict[str, Start]:
+    """Return where the routers of each arm start; the dense arm has none.
+
+    ``makers`` are by start and take a number of experts; ``inputs`` are what the dense base's FFNs
+    read, by which rows get their length and the rule "scaled" its factors.
+    """
+    starts = {}
+    for name, planned in plan(settings).items():
+        if name not in arms or not planned.start:
+            continue
+        start = makers[planned.start](planned.experts)
+        start = upcycling.scaled(start, planned.length, inputs=inputs)
+        if planned.combine == "scaled":
+            start = upcycling.levelled(start, inputs, settings["top_k"])
+        starts[name] = start
+    return starts
+
+
 @dataclass(frozen=True)
 class Course:
     """What became of an arm on its way, by the steps after which it was looked at."""
@@ -211,6 +234,8 @@ class Course:
     answers: Mapping[int, pd.DataFrame]  # a row a test item
     # Which expert served which domain at the end, of two experts.
     shares: pd.DataFrame | None
+    # Nats a token on the validation rows; empty for the laboratory's arms.
+    recovery: Mapping[int, float]
 
 
 def run(
@@ -240,12 +265,36 @@ def run(
     ]
     if planned.experts == 2 and planned.start in ("random", "trsu"):
         milestones.append(((planned.steps,), partial(routing.shares, batches=parts)))
+    milestones.append((planned.recovery, experiment.validate))
     history = experiment.fit(arm, model, rate, milestones)
-    routes, early, late, *shares = history.milestones
+    routes, early, late, *shares, recovery = history.milestones
     return Course(
         before=before,
         history=history,
         routes=routes,
         answers=early | late,
         shares=shares[0][planned.steps] if shares else None,
+        recovery=recovery,
     )
+
+
+def record_recovery(
+    run: Recorder,
+    root: str,
+    plan: Mapping[str, upcycling.config.Arm],
+    courses: Mapping[str, Course],
+) -> pd.DataFrame:
+    """Record how far each arm starts from its base, and how it comes back from there.
+
+    ``step0/nll`` of an arm is its loss on the validation rows before the first step, in nats a
+    token; that of the dense arm is the base's. Returns a line an arm, a column a step.
+    """
+    lines = {}
+    for name, course in courses.items():
+        if course.recovery:
+            path = f"{root}/{plan[name].path}"
+            run.record(f"{path}/step0/nll", course.recovery[0], "nats")
+            heights = [*course.recovery.values()]
+            run.curve(f"{path}/recovery", heights, "nats", x=[*course.recovery])
+            lines[name] = course.recovery
+    return pd.DataFrame(lines).T

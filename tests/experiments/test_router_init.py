@@ -109,6 +109,38 @@ def test_an_upcycled_arm_is_what_the_method_makes_of_the_base_and_its_start(
         assert torch.equal(one, other) and one.requires_grad
 
 
+def test_starts_get_their_length_and_the_rule_scaled_its_factors(monkeypatch):
+    settings = given(arms="dense,su,su_scaled", length="matched")
+    base, _ = models.load("nano")
+    ids = {"all": [{"input_ids": torch.arange(3, 67).view(4, 16)}]}
+    inputs = upcycling.collect(base, ids, tensor="ffn_input")
+    made = ROUTER_INIT.started(
+        settings,
+        ROUTER_INIT.check(settings),
+        {"random": lambda experts: upcycling.su(base, experts, seed=2)},
+        inputs,
+    )
+    assert sorted(made) == ["su", "su_scaled"]
+    wanted = upcycling.scaled(upcycling.su(base, 2, seed=2), "matched", inputs=inputs)
+    assert torch.equal(made["su"].weights, wanted.weights)
+    assert made["su"].factors is None
+    factors = upcycling.levelled(wanted, inputs, 1).factors
+    assert torch.equal(made["su_scaled"].factors, factors) and (factors > 1).all()
+
+
+class Kept:
+    """Stands in for a run."""
+
+    def __init__(self):
+        self.values, self.lines = {}, {}
+
+    def record(self, name, value, unit, items=None):
+        self.values[name] = value, unit
+
+    def curve(self, name, y, unit, x=None):
+        self.lines[name] = dict(zip(x, y, strict=True)), unit
+
+
 def test_the_dense_arm_is_the_base_and_all_of_it_trains():
     arm = ROUTER_INIT.ARMS["dense"]
     made = arm.make(models.load("nano")[0], given())
@@ -156,6 +188,18 @@ def test_an_arm_is_trained_as_by_hand_and_looked_at_where_its_plan_says(monkeypa
     assert courses["su"].shares is not None and courses["su4"].shares is None
     planned = ROUTER_INIT.plan(settings)["su"]
     assert sorted(courses["su"].routes) == sorted({*planned.watched})
+
+    kept = Kept()
+    plan = ROUTER_INIT.plan(settings)
+    table = ROUTER_INIT.record_recovery(kept, "root", plan, courses)
+    before = made.validate(load())
+    assert kept.values["root/dense/step0/nll"] == (pytest.approx(before), "nats")
+    damaged, _ = kept.values["root/su/step0/nll"]
+    upcycled = upcycling.upcycle(load(), upcycling.Config(experts=2), starts["su"])
+    assert damaged == pytest.approx(made.validate(upcycled)) and damaged > before + 0.1
+    line, unit = kept.lines["root/su/recovery"]
+    assert unit == "nats" and sorted(line) == [0, 1, 2, 4, 8] and line[0] == damaged
+    assert table.loc["su"].to_dict() == line
 
     runtime.seed_everything(settings["seed"])
     config = upcycling.Config(experts=2)

@@ -69,6 +69,61 @@ def test_probability_scales_each_ffn_by_the_kept_probabilities_as_eq_2_says(
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_scaled_is_eq_2_times_one_over_the_mean_kept_probability_of_a_layer(
+    top_k, host, batch
+):
+    dense = host(dtype=torch.float64)
+    wide = upcycling.su(dense, 4, kind="wide", seed=3)
+    inputs = upcycling.collect(dense, {"all": [batch]}, tensor="ffn_input")
+    start = upcycling.levelled(wide, inputs, top_k)
+    for points, weights, factor in zip(
+        inputs.points, wide.weights, start.factors, strict=True
+    ):
+        kept = []
+        for token in points.double():
+            exps = [float(torch.dot(row, token).exp()) for row in weights.double()]
+            kept.append(sum(sorted(exps)[-top_k:]) / sum(exps))
+        assert float(factor) == pytest.approx(len(kept) / sum(kept), rel=1e-5)
+
+    model = sparse(copy.deepcopy(dense), start, top_k=top_k, combine="scaled")
+    plain = sparse(copy.deepcopy(dense), wide, top_k=top_k)
+    x = torch.randn(1, 6, 32, dtype=torch.float64)
+    for layer in range(2):
+        ours, eq_2 = (anatomy(one).layers[layer].mlp for one in (model, plain))
+        factor = start.factors[layer].double()
+        torch.testing.assert_close(ours(x), factor * eq_2(x))
+
+
+def test_scaled_starts_at_the_dense_model_where_all_tokens_are_kept_alike(host, batch):
+    dense = host(dtype=torch.float64)
+    inputs = upcycling.collect(dense, {"all": [batch]}, tensor="ffn_input")
+    even = upcycling.levelled(Start(torch.zeros(2, 4, 32)), inputs, 1)
+    assert even.factors.tolist() == [4, 4]
+    model = sparse(copy.deepcopy(dense), even, combine="scaled")
+    torch.testing.assert_close(model(**batch).logits, dense(**batch).logits)
+    damaged = sparse(copy.deepcopy(dense), Start(torch.zeros(2, 4, 32)))
+    assert (damaged(**batch).logits - dense(**batch).logits).abs().max() > 0.01
+
+
+def test_a_scaled_model_is_saved_and_exported_as_it_is(host, apart, batch, tmp_path):
+    inputs = upcycling.collect(host(), {"all": [batch]}, tensor="ffn_input")
+    start = upcycling.levelled(upcycling.su(host(), 4, kind="wide"), inputs, 2)
+    model = apart(sparse(host(), start, top_k=2, combine="scaled"))
+    want = model(**batch).logits
+    again = upcycling.load(host(), upcycling.save(model, tmp_path / "ours"))
+    assert torch.equal(again(**batch).logits, want)
+    assert again.upcycling.config.combine == "scaled"
+    plain = AutoModelForCausalLM.from_pretrained(
+        upcycling.export(model, tmp_path / "out")
+    )
+    assert plain.config.model_type == "qwen2_moe"
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(
+        plain(**batch).logits[real], want[real], rtol=1e-4, atol=1e-4
+    )
+
+
 def test_outputs_and_gradients_equal_a_loop_over_tokens(host, apart):
     model = apart(sparse(host(dtype=torch.float64), top_k=2))
     block = anatomy(model).layers[0].mlp
@@ -217,6 +272,19 @@ def test_settings_starts_and_models_that_do_not_fit_are_refused_and_left_untouch
             {"start": Start(torch.zeros(1, 4, 32))},
             r"E-SHAPE.*\(1, 4, 32\)",
         ),
+        (sparse, model, {"combine": "scaled"}, "E-DATA: .* the start has no factors"),
+        (
+            sparse,
+            model,
+            {"start": Start(torch.zeros(2, 4, 32), factors=torch.ones(2))},
+            "E-DATA: combine is 'probability', and the start has factors",
+        ),
+        (
+            Start,
+            torch.zeros(2, 4, 32),
+            {"factors": torch.ones(3)},
+            "E-SHAPE: Start: ",
+        ),
         (sparse, host(mlp_bias=True), {}, "has biases"),
         (sparse, sparse(host(), layers=(1,)), {}, "E-MODEL: layer 1 is sparse already"),
         (
@@ -250,10 +318,12 @@ def test_arms_are_measured_at_parts_of_their_steps_and_differ_as_their_names_say
         "crsu",
         "lab/crsu_matched",
     )
-    renormalised = {name for name, arm in arms.items() if arm.combine == "renormalised"}
-    assert renormalised == {
-        f"{name}_renormalised" for name in ("su", "trsu", "su4", "crsu")
-    }
+    for rule in ("renormalised", "scaled"):
+        of_rule = {name for name, arm in arms.items() if arm.combine == rule}
+        assert of_rule == {f"{name}_{rule}" for name in ("su", "trsu", "su4", "crsu")}
+    assert arms["su"].recovery == (0, 1, 2, 4, 8, 16, 32, 64, 120)
+    assert upcycling.arms(4)["su"].recovery == (0, 1, 2, 4)
+    assert arms["wide"].recovery == ()
 
 
 def test_a_norm_behind_the_ffn_takes_the_routers_gradient_until_two_experts_differ():

@@ -425,6 +425,20 @@ def test_matched_starts_give_logits_of_deviation_1_and_unit_ones_rows_of_length_
     torch.testing.assert_close(lengths, torch.ones(2, 4))
 
 
+def test_factors_need_what_the_ffns_read_and_no_more_experts_than_there_are(host):
+    text = {"a": [{"input_ids": torch.randint(3, 48, (8, 16))}]}
+    start = upcycling.su(host(), 4)
+    inputs = upcycling.collect(host(), text, tensor="ffn_input")
+    refused("E-RANGE: levelled: top_k is 5", upcycling.levelled, start, inputs, 5)
+    refused(
+        "E-DATA: levelled needs inputs: .*ffn_input",
+        upcycling.levelled,
+        start,
+        upcycling.collect(host(), text),
+        1,
+    )
+
+
 MUTE = Dataset.from_list([{"input_ids": [0, 7], "labels": [-100, -100]}])
 FEW = states([[1, 1], [1, 1], [2, 2]], [[1, 1], [2, 1], [3, 3]])
 SPLIT = states(TOY, labels=[0, 0, 0, 0, 1], tasks=("code", "law"))

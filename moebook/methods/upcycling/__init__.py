@@ -1,12 +1,28 @@
 """Sparse upcycling with routers that start at random (SU) or at representations (TRSU, CRSU).
 
-``hardest`` -> ``collect`` -> ``trsu`` or ``crsu`` (-> ``scaled``) -> ``upcycle`` -> train with
-``balance_loss`` -> ``save`` or ``export``. ``arms``, ``clouds``, ``step_zero`` serve the notebook.
+``hardest`` -> ``collect`` -> ``trsu`` or ``crsu`` (-> ``scaled``, ``levelled``) -> ``upcycle`` ->
+train with ``balance_loss`` -> ``save`` or ``export``. ``arms``, ``clouds``, ``step_zero`` serve the
+notebook.
 """
 
-from moebook.methods.upcycling.config import LED, Config, arms, quarters, thirds
+from moebook.methods.upcycling.config import (
+    LED,
+    Config,
+    arms,
+    doublings,
+    quarters,
+    thirds,
+)
 from moebook.methods.upcycling.representations import batches, clouds, collect, hardest
-from moebook.methods.upcycling.starts import MODES, crsu, prompted, scaled, su, trsu
+from moebook.methods.upcycling.starts import (
+    MODES,
+    crsu,
+    levelled,
+    prompted,
+    scaled,
+    su,
+    trsu,
+)
 from moebook.methods.upcycling.upcycling import (
     balance_loss,
     behind_norms,

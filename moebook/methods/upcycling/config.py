@@ -9,7 +9,8 @@ from pydantic import Field
 from moebook.errors import refuse
 from moebook.settings import Count, Seed, Size, checked, settings
 
-Rule = Literal["renormalised", "probability"]
+Rule = Literal["renormalised", "probability", "scaled"]
+Length = Literal["raw", "unit", "matched"]
 
 
 @settings
@@ -22,7 +23,9 @@ class Config:
     OLMo 2): there that factor cancels. ``"renormalised"`` (Mixtral, mergekit): the weights sum to
     1, so the model is the dense one. Where the sum is 1 or cancels, the language-model loss never
     reaches the router with K = 1, and with K > 1 not until the experts differ: with ``noise`` at
-    once, else after the first step. None of ``layers`` stands for all of them (the paper's).
+    once, else after the first step. ``"scaled"`` (ours) is Eq. 2 with one factor a layer on the
+    experts' outputs, by which a start that is `levelled` makes up for the probabilities' sum at
+    step 0, in the mean over tokens. None of ``layers`` stands for all of them (the paper's).
     """
 
     experts: Size = 4  # E, copies of the FFN per layer (2 or 4 in the paper)
@@ -58,7 +61,7 @@ class Config:
 
 
 # Experts, start, and the length of its rows; "" is the length that was asked for.
-MAIN = {
+MAIN: dict[str, tuple[int, str, Length | Literal[""]]] = {
     "dense": (1, "", ""),
     "su": (2, "random", ""),
     "trsu": (2, "trsu", ""),
@@ -72,8 +75,12 @@ MAIN = {
     "trsu_renormalised": (2, "trsu", ""),
     "su4_renormalised": (4, "random", ""),
     "crsu_renormalised": (4, "crsu", ""),
+    "su_scaled": (2, "random", ""),
+    "trsu_scaled": (2, "trsu", ""),
+    "su4_scaled": (4, "random", ""),
+    "crsu_scaled": (4, "crsu", ""),
 }
-LABORATORY = {
+LABORATORY: dict[str, tuple[int, str, Length | Literal[""]]] = {
     "kaiming": (4, "kaiming", "raw"),
     "wide": (4, "wide", "raw"),
     "random_matched": (4, "random", "matched"),
@@ -84,6 +91,8 @@ LABORATORY = {
     "hidden_avg": (4, "hidden_avg", "raw"),
     "cheap_embed": (4, "cheap_embed", "raw"),
 }
+# What an arm's name may end with: its own rule, whichever the others have.
+RULES: tuple[Rule, ...] = ("renormalised", "scaled")
 # Tested after each quarter (Table 5), compared with the laboratory's.
 LED = ("su4", "crsu", "su4_renormalised", "crsu_renormalised")
 
@@ -94,11 +103,13 @@ class Arm(NamedTuple):
     path: str  # where its values are recorded: crsu, lab/wide
     experts: int
     start: str
-    length: str  # a scale of `scaled`
+    length: Length  # a scale of `scaled`
     combine: Rule
     steps: int
     scored: tuple[int, ...]  # steps after which the model is tested
     watched: tuple[int, ...]  # steps after which its routing is recorded
+    # Steps after which its loss on held-out rows shows how it recovers from its start.
+    recovery: tuple[int, ...]
 
     @property
     def laboratory(self) -> bool:
@@ -110,7 +121,7 @@ class Arm(NamedTuple):
 def arms(
     steps: Count,
     *,
-    length: Literal["raw", "unit", "matched"] = "raw",
+    length: Length = "raw",
     combine: Rule = "probability",
 ) -> dict[str, Arm]:
     """Return every arm by name: Tables 1 to 7, and the laboratory with a quarter of the steps."""
@@ -119,12 +130,25 @@ def arms(
         lab, led = name in LABORATORY, name in LED
         last = every[0] if lab else steps
         path, scored = f"lab/{name}" if lab else name, every if led else (last,)
-        rule = "renormalised" if name.endswith("renormalised") else combine
+        *_, end = name.split("_")
+        rule = end if end in RULES else combine
         watched = (thirds(last) if start else ()) + (thirds(every[0]) if led else ())
+        way = () if lab else doublings(last)
         table[name] = Arm(
-            path, experts, start, fixed or length, rule, last, scored, watched
+            path, experts, start, fixed or length, rule, last, scored, watched, way
         )
     return table
+
+
+@checked
+def doublings(steps: Count) -> tuple[int, ...]:
+    """Return 0, 1, 2, 4 and so on, and the last step: where most of a recovery is seen."""
+    places = [0]
+    step = 1
+    while step < steps:
+        places.append(step)
+        step *= 2
+    return (*places, steps)
 
 
 @checked

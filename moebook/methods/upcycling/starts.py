@@ -42,9 +42,14 @@ class Start:
     weights: Annotated[Tensor, FINITE]  # [L, E, D] float32
     # Fingerprint of the model they were taken from; None fits any.
     base: str | None = None
+    # [L] by which the experts' outputs are multiplied; None but for the rule "scaled".
+    factors: Annotated[Tensor, FINITE] | None = None
 
     def __post_init__(self) -> None:
         shapes("Start", {"weights": (self.weights, "L E D")}, empty="")
+        if self.factors is not None:
+            both = {"factors": (self.factors, "L"), "weights": (self.weights, "L E D")}
+            shapes("Start", both, empty="")
 
 
 @checked
@@ -205,15 +210,11 @@ def scaled(
         refuse(
             "E-DATA", "scale='matched' needs inputs: collect(..., tensor='ffn_input')"
         )
-    checkpoint.check_base("the start", start.base or inputs.base, inputs.base)
-    tensors = {"inputs": (inputs.points, "L S D"), "start": (start.weights, "L E D")}
-    shapes("scaled", tensors, empty="")
-    common = torch.promote_types(inputs.points.dtype, start.weights.dtype)
     rows = []
-    for layer, (points, weight) in enumerate(
-        zip(inputs.points, start.weights, strict=True)
+    for layer, (logits, weight) in enumerate(
+        zip(_logits("scaled", start, inputs), start.weights, strict=True)
     ):
-        spread = logit_scale(points.to(common) @ weight.to(common).T)
+        spread = logit_scale(logits)
         if not spread > 0:
             refuse(
                 "E-DATA",
@@ -221,6 +222,39 @@ def scaled(
             )
         rows.append(weight * (1 / spread))
     return replace(start, weights=torch.stack(rows), base=inputs.base)
+
+
+@checked
+def levelled(start: Start, inputs: Representations, top_k: Size) -> Start:
+    """Give a start the factors by which the rule ``"scaled"`` makes up for Eq. 2 at step 0.
+
+    Under Eq. 2 a layer of copies puts out its FFN's output times the sum of the token's K largest
+    probabilities. A layer's factor is one over the mean of these sums over the tokens of
+    ``inputs``, which `collect` with ``tensor="ffn_input"`` read off the dense base.
+    """
+    if inputs.tensor != "ffn_input":
+        refuse("E-DATA", "levelled needs inputs: collect(..., tensor='ffn_input')")
+    if top_k > start.weights.shape[1]:
+        have = f"top_k is {top_k}, expected 1 to {start.weights.shape[1]} (experts)"
+        refuse("E-RANGE", f"levelled: {have}")
+    factors = []
+    for logits in _logits("levelled", start, inputs):
+        probabilities = logits.double().softmax(-1)  # [S, E]
+        kept = probabilities.topk(top_k, dim=-1).values.sum(-1)  # [S]
+        factors.append(1 / kept.mean())
+    return replace(start, base=inputs.base, factors=torch.stack(factors).float())
+
+
+def _logits(where: str, start: Start, inputs: Representations) -> list[Tensor]:
+    """Return what the routers of a start say of the inputs, ``[S, E]`` a layer."""
+    checkpoint.check_base("the start", start.base or inputs.base, inputs.base)
+    tensors = {"inputs": (inputs.points, "L S D"), "start": (start.weights, "L E D")}
+    shapes(where, tensors, empty="")
+    common = torch.promote_types(inputs.points.dtype, start.weights.dtype)
+    return [
+        points.to(common) @ weight.to(common).T
+        for points, weight in zip(inputs.points, start.weights, strict=True)
+    ]
 
 
 def _centroids(

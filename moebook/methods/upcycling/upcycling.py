@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pandas as pd
@@ -100,14 +100,25 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
         refuse(
             "E-SHAPE", f"the router start is {shape}, expected [L, E, D] = {expected}"
         )
+    _check_factors(config, start)
     if config.top_k == 1 < config.experts and (cancelling := normed(host, layers)):
         why = f"norms follow the FFNs of layers {cancelling}, so that a token's only weight cancels"
         hint = "take top_k=2, and noise for a gradient from the first step on"
         text = f"W-ROUTER: {why}: only the balance loss reaches their routers; {hint}"
         warnings.warn(text, stacklevel=2)
-    _install(host, layers, start.weights, config)
+    _install(host, layers, start.weights, config, start.factors)
     model.upcycling = Origin(config=config, base=base)
     return model
+
+
+def _check_factors(config: Config, start: Start) -> None:
+    """Refuse the rule "scaled" without a start's factors, and factors under another rule."""
+    if config.combine == "scaled" and start.factors is None:
+        have = "combine is 'scaled', and the start has no factors"
+        refuse("E-DATA", f"{have}; make it by levelled(start, inputs, top_k)")
+    if config.combine != "scaled" and start.factors is not None:
+        have = f"combine is '{config.combine}', and the start has factors"
+        refuse("E-DATA", f"{have}; take combine='scaled', or a start without")
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
@@ -154,13 +165,13 @@ def step_zero(
 ) -> pd.DataFrame:
     """Measure how much loss upcycling costs, and how much gradient reaches the routers.
 
-    One row by combine rule, experts per token (1 and 2) and start: ``loss``, nats per token above
-    the dense model's, and ``gradient``, the Euclidean norm over all routers.
+    One row by rule (Eq. 2's and Mixtral's), experts per token (1 and 2) and start: ``loss``, nats
+    per token above the dense model's, and ``gradient``, the Euclidean norm over all routers.
     """
     check_batch("step_zero", dense, batch, needs=["labels"])
     batch = send_to_device(batch, dense.device)
     dense_loss, rows = dense(**batch).loss.item(), {}
-    rules: tuple[Rule, ...] = get_args(Rule)
+    rules: tuple[Rule, ...] = ("renormalised", "probability")
     for rule, k, (name, start) in product(rules, (1, 2), starts.items()):
         config = Config(experts=start.weights.shape[1], top_k=k, combine=rule)
         model = upcycle(deepcopy(dense).requires_grad_(True), config, start)
@@ -196,19 +207,30 @@ def behind_norms() -> pd.DataFrame:
 
 
 def _install(
-    host: Anatomy, layers: list[Layer], weights: Tensor, config: Config
+    host: Anatomy,
+    layers: list[Layer],
+    weights: Tensor,
+    config: Config,
+    factors: Tensor | None = None,
 ) -> None:
-    """Put experts in the layers, behind routers that start at ``weights [L, E, D]``."""
+    """Put experts in the layers, behind routers that start at ``weights [L, E, D]``.
+
+    A layer's factor ``[L]`` goes into its experts' last weights, so that a model of the rule
+    "scaled" is one of Eq. 2 with other weights: its steps change what Eq. 2's change.
+    """
 
     def build(layer: Layer, router: mnn.Router) -> nn.Module:
         experts = mnn.Experts(layer.mlp, config.experts)
         if config.noise:
             _disturb(experts, config.noise, config.seed + layer.index)
         with torch.no_grad():
+            if factors is not None:
+                experts.down_proj.mul_(factors[layer.index].to(experts.down_proj))
             router.weight.copy_(weights[layer.index])
         return mnn.ExpertMoE(router, experts)
 
-    how = {"experts": config.experts, "top_k": config.top_k, "combine": config.combine}
+    rule = "probability" if config.combine == "scaled" else config.combine
+    how = {"experts": config.experts, "top_k": config.top_k, "combine": rule}
     graft(host, layers, build, **how)
 
 

@@ -265,6 +265,27 @@ def ordered(start):
     return torch.stack([part[part[:, 0].sort().indices] for part in start.weights])
 
 
+def true_levelled(start, inputs, top_k):
+    """The sum of the kept probabilities is 1 in the mean over the inputs."""
+    right(inputs)
+    weights = start.weights.double()
+    if inputs.tensor != "ffn_input" or not weights.isfinite().all():
+        raise ValueError("inputs")
+    if start.base not in (None, inputs.base) or not start.weights.is_floating_point():
+        raise ValueError("base")
+    sizes = (weights.shape[0], weights.shape[2])
+    if sizes != (inputs.points.shape[0], inputs.points.shape[2]):
+        raise ValueError("shape")
+    if not 1 <= top_k <= weights.shape[1]:
+        raise ValueError("top_k")
+    kept = []
+    for points, weight in zip(inputs.points.double(), weights, strict=True):
+        exps = (points @ weight.T - (points @ weight.T).amax(-1, keepdim=True)).exp()
+        largest = exps.sort(-1, descending=True).values[:, :top_k]
+        kept.append((largest.sum(-1) / exps.sum(-1)).mean())
+    return 1 / torch.stack(kept)
+
+
 def true_scaled(start, scale, inputs):
     """The logits of the inputs then spread by 1."""
     right(inputs)
@@ -496,6 +517,12 @@ ROWS = {
         true_scaled,
         tolerance=1e-3,
     ),
+    "methods.upcycling.levelled": Row(
+        lambda start, inputs, top_k: upcycling.levelled(start, inputs, top_k).factors,
+        lambda: {"start": start(), "inputs": states("ffn_input"), "top_k": 2},
+        true_levelled,
+        tolerance=1e-3,
+    ),
     "methods.upcycling.su": Row(
         su,
         lambda: {"experts": 3, "kind": "normal", "seed": 0},
@@ -522,6 +549,15 @@ ROWS = {
         arms.quarters,
         lambda: {"steps": 40},
         lambda steps: {n: steps * n // 100 for n in (25, 50, 75, 100)},
+    ),
+    "methods.upcycling.doublings": Row(
+        arms.doublings,
+        lambda: {"steps": 40},
+        lambda steps: (
+            [0, *(2**n for n in range(2000) if 2**n < steps), steps]
+            if steps >= 1
+            else None
+        ),
     ),
     "methods.upcycling.thirds": Row(
         arms.thirds,
