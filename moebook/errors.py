@@ -74,6 +74,23 @@ def located(where: object, code: str = "", fix: str = "") -> Iterator[None]:
         refuse(code or problem.code, message)
 
 
+@contextmanager
+def extra(name: str, what: str) -> Iterator[None]:
+    """Say in one line what to install where a block imports a package of an extra.
+
+    ``name`` is the extra's in pyproject.toml, ``what`` needs it. E-DEP where the
+    package is not here; a fault of our own imports stays what it is.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "moebook"):
+            raise
+        command = f"pip install 'moebook[{name}]'"
+        refuse("E-DEP", f"{what} needs the package {package}: {command}")
+
+
 def lacks_memory(text: str) -> bool:
     """Whether an exception's name and message, or a process's last lines, say so."""
     return bool(_MEMORY.search(text))

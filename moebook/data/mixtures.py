@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from moebook.data import tasks
+from moebook.data.reading import field as text_field
 from moebook.data.tasks.task import shipped
-from moebook.data.templates import field as text_field
 from moebook.errors import refuse
 from moebook.settings import Count, Each, checked
 

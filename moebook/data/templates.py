@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 from jinja2 import meta
 
+from moebook.data.reading import clean, field, refuse_missing
 from moebook.data.tasks.task import first_line
 from moebook.errors import refuse, refuse_unknown
 
@@ -141,36 +142,6 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def field(
-    row: Mapping[str, Any], name: str, where: str, default: str | None = None
-) -> str:
-    """Take a text field of a raw row (see `clean`), or the default where it is null."""
-    value = row.get(name)
-    if value is None and default is not None:
-        return default
-    if name not in row:
-        _refuse_missing(row, name, where)
-    return clean(value, name, where)
-
-
-def _refuse_missing(row: Mapping[str, Any], name: str, where: str) -> NoReturn:
-    there = ", ".join(row)
-    refuse("E-DATA", f"{where}: field '{name}' is missing; the row has {there}")
-
-
-def clean(value: object, name: str, where: str) -> str:
-    """Return a field's value; refuse all but text without halves of surrogate pairs."""
-    if not isinstance(value, str):
-        kind = type(value).__name__
-        refuse("E-DATA", f"{where}: field '{name}' is {kind}, expected text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        half = f"holds a lone surrogate at {error.start}"
-        refuse("E-DATA", f"{where}: field '{name}' {half}")
-    return value
-
-
 def exchange(messages: object, where: str) -> Row:
     """Turn messages, by the roles of `ROLES`, into system (if any), prompt, answer."""
     if not isinstance(messages, list):
@@ -222,7 +193,7 @@ def gsm8k(raw: Mapping[str, Any], where: str) -> Row:
 def conversation(raw: Mapping[str, Any], where: str) -> Row:
     """Take the one exchange of a ShareGPT row (from: system, human, gpt)."""
     if "conversations" not in raw:
-        _refuse_missing(raw, "conversations", where)
+        refuse_missing(raw, "conversations", where)
     return exchange(raw["conversations"], where)
 
 

@@ -1,37 +1,18 @@
-"""Evaluation as a table, a row an item: embedded tasks and lm-eval's benchmarks.
-
-lm-eval's have their data from the hub or from a folder, checked before any is run. Some
-are ours, in the folder ``tasks``: BoolQ without its passages, the likelihood of worked
-solutions (GSM8K) and of programs (MBPP), and HumanEval and MBPP: their files name
-functions of `code`, which lm-eval imports for whoever asks for one of the two, and
-which have programs judged in a sandbox.
-"""
+"""Evaluation as a table, a row an item: embedded tasks, your own, lm-eval's benchmarks."""
 
 from __future__ import annotations
 
-import functools
-import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
-from datasets import Dataset
-from jinja2 import UndefinedError
-from lm_eval import evaluator, utils
-from lm_eval.api.task import ConfigurableTask, Task
-from lm_eval.tasks import TaskManager
-from lm_eval.tasks._factory import TaskFactory
-from lm_eval.tasks._yaml_loader import load_yaml
 from torch import nn
 
 from moebook.data import hub, tasks
-from moebook.data.tasks import KNOWN
-from moebook.data.templates import whole
-from moebook.errors import Refusal, nearest, refuse
+from moebook.data.tasks import KNOWN, Item, Task
+from moebook.errors import extra, nearest, refuse
 from moebook.evaluation.model import InMemory
 from moebook.nn import evaluating
 from moebook.results import formed
@@ -39,17 +20,9 @@ from moebook.results.intervals import interval
 from moebook.settings import Count, Each, Place, checked, columns
 
 PROGRAMS = ("humaneval", "mbpp")  # what a model writes for them runs
-# The first that a benchmark reports judges it.
-METRICS = (
-    "exact_match",
-    "acc_norm",
-    "acc",
-)
-SPLITS = {"training_split", "validation_split", "test_split", "fewshot_split"}
 
 with formed(Path(__file__).with_name("cards.yaml")) as _FILE:
     CARDS: dict[str, dict[str, Any]] = _FILE["cards"]
-OURS = Path(__file__).with_name("tasks")
 COLUMNS = [
     "task",
     "domain",
@@ -63,244 +36,44 @@ COLUMNS = [
     "chance",
     "asked",
 ]
-utils.env.from_string = functools.lru_cache(utils.env.from_string)
-"""lm-eval compiles its templates anew for every row: most of the time of a check."""
 MEASURES = {"score": ("accuracy (points)", 100.0), "nll": ("nll (nats)", 1.0)}
 """Column to what a difference of it is called, and the factor to that unit."""
 Line = tuple[Any, ...]  # of the table, without what was asked for
 
 
-@functools.cache
-def _index() -> TaskManager:
-    """lm-eval's index of its thousands of task files: seconds to build, so once."""
-    for name in (
-        "tasks._index",
-        "api.task",
-    ):  # ours replace two of its own; metrics' defaults
-        logging.getLogger(f"lm_eval.{name}").setLevel(logging.ERROR)
-    return TaskManager(include_path=str(OURS))
+class Drawn(NamedTuple):
+    """An item as it was drawn."""
+
+    asked: str  # the name asked for
+    task: Task
+    number: int  # in the draw
+    item: Item
+    row: dict[str, str]
 
 
 @checked
-def load(names: Each[str], data: Place = "") -> dict[str, dict[str, Task]]:
-    """Load what is not embedded, by the name asked for, or refuse before any is run."""
-    folder = hub.folder(data)
-    for name in PROGRAMS:
-        if name in names:
-            load_yaml(OURS / f"{name}.yaml")["metadata"]["ready"]()
-    loaded = {name: _loaded(name, folder) for name in names if name not in KNOWN}
-    for members in loaded.values():
-        for name, task in members.items():
-            _check(name, task)
-            # lm-eval's default: the same examples as there.
-            task.set_fewshot_seed(seed=1234)
-    return loaded
+def load(names: Each[str], data: Place = "") -> dict[str, dict[str, Any]]:
+    """Load lm-eval's benchmarks among the names, or refuse before any is run.
 
-
-def _loaded(name: str, folder: Path | None) -> dict[str, Task]:
-    """Load a benchmark's tasks, from a folder or as lm-eval does."""
-    index = _index()
-    if name not in index.all_tasks:
-        known = f"{nearest(name, KNOWN)}, or one of lm-eval"
-        refuse("E-DATA", f"unknown task '{name}': {known}")
-    config = index.task_index[name].cfg or {}
-    _refuse_code(name, config.get("unsafe_code"))
-    try:
-        tasks: dict[str, Task] = index.load(_local(name, folder) if folder else [name])[
-            "tasks"
-        ]
-    except ImportError as error:
-        refuse("E-DEP", f"benchmark '{name}' needs a package: {error}")
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        # The library `evaluate` has metrics as scripts on the hub.
-        lacks = "metric is" if "module script" in reason else "data are"
-        missing = f"benchmark '{name}': its {lacks} not here ({reason})"
-        refuse("E-OFFLINE", f"{missing}; connect, or give a folder of data sets")
-    return tasks
-
-
-def _check(name: str, task: Task) -> None:
-    """Refuse a task that runs code, or of which a metric could not be loaded."""
-    if not task.config.process_results:
-        for metric, function in task._metric_fn_list.items():
-            if function is None:
-                missing = f"benchmark '{name}': its metric '{metric}' is not here"
-                refuse("E-OFFLINE", f"{missing}; connect")
-    _refuse_code(name, getattr(task, "UNSAFE_CODE", False))
-
-
-def _refuse_code(name: str, unsafe: object) -> None:
-    if unsafe:
-        runs = (
-            f"benchmark '{name}' runs code that the model wrote, outside of a sandbox"
-        )
-        refuse("E-SANDBOX", f"{runs}; take {' or '.join(PROGRAMS)}")
-
-
-def _local(name: str, folder: Path) -> list[Any]:
-    """Build a task, or a group's or tag's members, as `_Local`."""
-    index = _index().task_index
-    overrides = {"class": _Local, "dataset_kwargs": {"folder": folder}}
-    built = TaskFactory().build(index[name], overrides=overrides, registry=index)
-    return built if isinstance(built, list) else [built]
-
-
-class _Local(ConfigurableTask):
-    """A task whose data come from a folder; other splits than it needs are not read."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        config = {key: value for key, value in config.items() if key != "class"}
-        self.folder: Path = config.pop("dataset_kwargs")["folder"]
-        tested = "test_split" if config.get("test_split") else "validation_split"
-        shown = "fewshot_split" if config.get("fewshot_split") else "training_split"
-        needed = {tested, shown} if config.get("num_fewshot") else {tested}
-        self.files: dict[str, Path] = {}  # that were read, by their place in the folder
-        self.at = "an item"
-        self.gold_kind: type | None = None  # of the answers that were checked
-        try:
-            super().__init__(config=config | dict.fromkeys(SPLITS - needed))
-            examples = self.fewshot_docs() if config.get("num_fewshot") else []
-            for number, item in enumerate(chain(self.eval_docs, examples), start=1):
-                self.at = f"item {number}"
-                self._check(item)
-        except (Refusal, ImportError):
-            raise
-        except Exception as error:  # whatever a template or a function makes of damage
-            at = f"{self.folder}: {self.at} of {', '.join(self.files)}"
-            why = f"{type(error).__name__}: {error}"
-            refuse(
-                "E-DATA", f"{at} is not as on the hub ({why}); fetch the files again"
-            )
-
-    def doc_to_target(self, doc: Mapping[str, Any], doc_to_target: Any = None) -> Any:
-        """Fill in the template of the answer, where 1.0 counts as the hub's 1."""
-        as_on_hub = {name: whole(value) for name, value in doc.items()}
-        return super().doc_to_target(as_on_hub, doc_to_target)
-
-    def _check(self, item: Mapping[str, Any]) -> None:
-        """Fill a task's templates in; an empty field or an odd answer raises.
-
-        A template may ask whether a field is null: the worked answers of MGSM's test
-        rows are.
-        """
-        given = {name: value for name, value in item.items() if not _missing(value)}
-        nulls = dict.fromkeys(item.keys() - given)
-        try:
-            self._check_filled(given)
-        except UndefinedError:
-            with_nulls = {**given, **nulls}
-            if self._prints_null(with_nulls):
-                raise
-            self._check_filled(with_nulls)
-
-    def _prints_null(self, item: Mapping[str, Any]) -> bool:
-        """Whether question or answer hold a null, which a template writes as None."""
-        filled = f"{self.doc_to_text(item)} {self.doc_to_target(item)}"
-        known = " ".join(str(value) for value in item.values() if value is not None)
-        return filled.count("None") > known.count("None")
-
-    def _check_filled(self, item: Mapping[str, Any]) -> None:
-        asked = self.doc_to_text(item)
-        answer = self.doc_to_target(item)
-        if self.config.doc_to_choice is not None:
-            options = self.doc_to_choice(item)
-            # With many contexts and one ending (WinoGrande), the right one is what is
-            # asked.
-            self._check_gold(asked if self.multiple_input else answer, options)
-        if self.config.task in PROGRAMS:
-            self.config.metadata["tests"](self.config.task, item)
-
-    def _check_gold(self, gold: Any, options: Sequence[Any]) -> None:
-        """Raise unless an answer, or each of several, is an option or its place.
-
-        lm-eval itself takes any other answer for a wrong one, and True for the second
-        option.
-        """
-        if not all(isinstance(option, str) for option in options):
-            raise TypeError(f"the options are {options}, expected texts")
-        answers = gold if isinstance(gold, list) and gold else [gold]
-        for answer in answers:
-            is_place = type(answer) is int and 0 <= answer < len(options)
-            if not is_place and answer not in options:
-                expected = "expected its place or its text"
-                raise ValueError(f"answer {gold!r} of {options}; {expected}")
-        if self.gold_kind not in (None, type(gold)):
-            others = f"{self.gold_kind.__name__} in the items before"
-            raise TypeError(f"answer {gold!r} is {type(gold).__name__}, {others}")
-        self.gold_kind = type(gold)
-
-    def download(self, *_: Any, **__: Any) -> None:
-        """Read the splits' files, each by the project's reader of data of the hub."""
-        self.dataset = {}
-        splits = {getattr(self.config, kind) for kind in SPLITS}
-        for split in splits - {None}:
-            rows = []
-            for file in hub.shards(
-                self.folder, str(self.DATASET_PATH), self.DATASET_NAME, split
-            ):
-                rows += [row for _, row in hub.local(file)]
-                self.files[str(file.relative_to(self.folder))] = file
-            self.dataset[split] = Dataset.from_list(rows)
-        # lm-eval tries the first one.
-        self.at = "an item" if self.config.process_docs else "item 1"
-
-
-def _missing(value: object) -> bool:
-    """Whether a field is empty: null, or the NaN that pandas writes in its place."""
-    return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def rows(lm: InMemory, tasks: dict[str, Task], limit: int | None) -> list[Line]:
-    """Run lm-eval's engine (its ``simple_evaluate`` would seed all generators anew)."""
-    wanted: Any = {"tasks": tasks, "groups": {}}
-    results: Any = evaluator.evaluate(lm, wanted, limit=limit, bootstrap_iters=0)
-    lines = []
-    for task in tasks:
-        samples = results["samples"][task]
-        for sample in samples:
-            # The first way to read an answer; some benchmarks list several.
-            if sample["filter"] == samples[0]["filter"]:
-                lines.append(_row(task, sample, lm))
-    return lines
-
-
-def _row(task: str, sample: dict[str, Any], lm: InMemory) -> Line:
-    """One item of the table; a gold answer is known where the choices were scored."""
-    scores = sample["filtered_resps"]
-    target = sample["target"]
-    nll = nats = np.nan
-    chance = 0.0
-    answer = str(target)
-    output = str(sample["resps"][0][0])  # as the model wrote it, before any filter
-    if isinstance(scores[0], tuple):
-        choices = range(len(scores))
-        output = str(max(choices, key=lambda choice: scores[choice][0]))
-        gold = 0
-        if len(scores) > 1:
-            gold = target
-            chance = 1 / len(scores)
-        if isinstance(gold, int) and gold in choices:
-            context, text = sample["arguments"][gold]
-            if context:
-                _, scored = lm._encode_pair(context, text)
-            else:
-                scored = lm.tok_encode(text, False)
-            answer = text.strip()
-            nats = -scores[gold][0]
-            nll = nats / len(scored)
-    metric = next(metric for metric in METRICS if metric in sample)
-    correct = int(sample[metric])
-    plain = int(sample.get("acc", correct))
-    item = sample["doc_id"]
-    return task, "benchmark", item, correct, nll, nats, answer, output, plain, chance
+    Of embedded tasks nothing is to be loaded; users' files are read, and refused.
+    """
+    hub.folder(data)
+    for name in names:
+        if tasks.known(name):
+            tasks.find(name)
+    benchmarks = [name for name in names if not tasks.known(name)]
+    if not benchmarks:
+        return {}
+    with extra("evaluate", f"benchmark '{benchmarks[0]}' of lm-eval"):
+        from moebook.evaluation import harness
+    return harness.load(benchmarks, data)
 
 
 @checked
 def evaluate(
     model: nn.Module,
     tokenizer: Any,
-    tasks: str | Sequence[str],
+    tasks: str | Task | Sequence[str | Task],
     *,
     limit: Count | None = 200,
     split: str = "test",
@@ -310,15 +83,19 @@ def evaluate(
     data: Place = "",
     **programs: Any,
 ) -> pd.DataFrame:
-    """Evaluate a model on embedded tasks and on lm-eval's benchmarks, by name.
+    """Evaluate a model on embedded tasks and lm-eval's benchmarks, by name, or on your own.
 
-    An embedded task counts an item as correct when greedy generation equals the gold
+    Your own is a `Task` (`Task.from_jsonl`) or a file's name, ``*.jsonl``. An embedded
+    task or your own counts an item as correct when greedy generation equals the gold
     answer after the task's normalisation; its likelihood is that of the gold answer
-    with the end token, and items are tokenized as training rows are. A benchmark counts
+    with the end token, and items are tokenized as training rows are. An item with
+    choices counts as a benchmark's does: the likeliest choice, without the end token,
+    by likelihoods that are divided by their texts' length. A benchmark counts
     as lm-eval does: exact match, else accuracy by likelihood normalised by length, else
-    plain accuracy. A group stands for its members; ``split`` is of embedded tasks
-    alone. They are asked in the chat ``format``, and with ``chat`` benchmarks are, too,
-    for a model trained on such rows; programs never. ``data`` is a folder of the
+    plain accuracy. A group stands for its members; ``split`` is of tasks that are no
+    benchmarks, ``all`` for every row of your file. They are asked in the chat
+    ``format``, and with ``chat`` benchmarks are, too, for a model trained on such rows;
+    programs never. ``data`` is a folder of the
     benchmarks' data sets, in whose name ``$NAME`` stands in the environment, or "".
     ``programs`` are ``sampling`` and ``keep`` of `code.rows`, of HumanEval and MBPP
     alone.
@@ -332,24 +109,29 @@ def evaluate(
         ``chance``, what guessing gets; ``asked``, the name or group asked for. Its
         ``attrs["files"]`` are the files below ``data`` that were read, by name.
     """
-    names = list(dict.fromkeys([tasks] if isinstance(tasks, str) else tasks))
+    wanted = _by_name([tasks] if isinstance(tasks, str | Task) else tasks)
+    names = list(wanted)
     if not names:
         refuse("E-DATA", f"no task to evaluate on; {nearest('', KNOWN)}")
     if programs and not any(name in PROGRAMS for name in names):
         which = " and ".join(PROGRAMS)
         refuse("E-USAGE", f"only {which} sample programs and keep them")
-    loaded = load(names, data)
+    loaded = load([name for name, task in wanted.items() if task is None], data)
     files: dict[str, Path] = {}
     with evaluating(model):
-        lm = InMemory(model, tokenizer, batch_size, format if chat else "")
-        embedded = [name for name in names if name in KNOWN]
-        lines = _embedded(lm, embedded, limit, split, format)
+        lm = InMemory(model, tokenizer, batch_size)
+        known = {name: task for name, task in wanted.items() if task is not None}
+        lines = _asked(lm, known, limit, split, format)
+        if loaded:
+            from moebook.evaluation import harness
+
+            lm = harness.Harness(model, tokenizer, batch_size, format if chat else "")
         for name, members in loaded.items():
             if name in PROGRAMS:
                 run = members[name].config.metadata["rows"]
                 of_name = run(lm, members, limit, **programs)
             else:
-                of_name = rows(lm, members, limit)
+                of_name = harness.rows(lm, members, limit)
             lines += [(*line, name) for line in of_name]
     lines.sort(key=lambda line: names.index(line[-1]))
     for members in loaded.values():
@@ -482,29 +264,84 @@ def _line(gaps: np.ndarray) -> list[float]:
     return [gaps.mean(), low, high, (high - low) / 2]
 
 
-def _embedded(
-    lm: InMemory, names: list[str], limit: int | None, split: str, format: str
+def _by_name(given: Sequence[str | Task]) -> dict[str, Task | None]:
+    """Return tasks by what was asked for; None for a benchmark, which lm-eval finds."""
+    wanted: dict[str, Task | None] = {}
+    sources: dict[str, str] = {}
+    for one in given:
+        if isinstance(one, str) and not tasks.known(one):
+            wanted[one] = None
+            continue
+        task = tasks.find(one) if isinstance(one, str) else one
+        source = sources.setdefault(task.name, task.source)
+        if source != task.source:
+            same = f"{source} and {task.source}: both are task '{task.name}'"
+            refuse("E-DATA", f"{same}; rename one of the files")
+        wanted[one if isinstance(one, str) else task.name] = task
+    return wanted
+
+
+def _asked(
+    lm: InMemory, asked: Mapping[str, Task], limit: int | None, split: str, format: str
 ) -> list[Line]:
-    """Ask embedded tasks: greedy answers, and the likelihood of the gold ones."""
-    items = []
-    pairs = []
-    limits = []
-    for name in names:
-        task = tasks.find(name)
+    """Ask embedded tasks and users' own: each item is answered, or its choice made."""
+    written: list[Drawn] = []
+    chosen: list[Drawn] = []
+    for name, task in asked.items():
         available = task.available(split)
-        rows = tasks.rows(name, split, min(limit or available, available))
-        items += [(task, number, row["answer"]) for number, row in enumerate(rows)]
-        pairs += lm.pairs(rows, format)
-        limits += [(task.max_new_tokens, ())] * len(rows)
+        drawn = task.draw(split, min(limit or available, available))
+        for number, (item, row) in enumerate(drawn):
+            kind = chosen if item.choices else written
+            kind.append(Drawn(name, task, number, item, row))
+    return _answered(lm, written, format) + _chosen(lm, chosen, format)
+
+
+def _answered(lm: InMemory, drawn: Sequence[Drawn], format: str) -> list[Line]:
+    """Write greedy answers, and measure the likelihood of the gold ones."""
+    if not drawn:
+        return []
+    pairs = lm.pairs([one.row for one in drawn], format)
+    limits = [(one.task.max_new_tokens, ()) for one in drawn]
     # All tasks at once: rows of several make fuller batches.
     results = lm.examine(pairs, limits)
     lines = []
-    for (task, number, answer), (_, scored), (text, score) in zip(
-        items, pairs, results, strict=True
-    ):
+    for one, (_, scored), (text, score) in zip(drawn, pairs, results, strict=True):
+        task, answer = one.task, one.row["answer"]
         correct = int(task.normalise(text) == task.normalise(answer))
-        counts = (number, correct, -score / len(scored), -score)
+        counts = (one.number, correct, -score / len(scored), -score)
         texts = (answer, text)
-        guess = (correct, task.majority, task.name)
-        lines.append((task.name, task.domain, *counts, *texts, *guess))
+        guess = (correct, task.majority, one.asked)
+        lines.append((task.name, one.row["domain"], *counts, *texts, *guess))
     return lines
+
+
+def _chosen(lm: InMemory, drawn: Sequence[Drawn], format: str) -> list[Line]:
+    """Choose the likeliest of each item's choices, as lm-eval does."""
+    if not drawn:
+        return []
+    rows = []
+    for one in drawn:
+        rows += [one.row | {"answer": choice} for choice in one.item.choices]
+    # The end token is no part of a choice.
+    pairs = [(before, scored[:-1]) for before, scored in lm.pairs(rows, format)]
+    results = zip(pairs, lm.score(pairs), strict=True)
+    lines = []
+    for one in drawn:
+        of_item = [next(results) for _ in one.item.choices]
+        tokens = [len(scored) for (_, scored), _ in of_item]
+        scores = np.array([score for _, (score, _) in of_item])
+        lines.append(_choice(one, tokens, scores))
+    return lines
+
+
+def _choice(one: Drawn, tokens: Sequence[int], scores: np.ndarray) -> Line:
+    """One item of the table, of its choices' lengths in tokens and log-probabilities."""
+    choices = one.item.choices
+    gold = choices.index(one.item.answer)
+    likeliest = int(scores.argmax())
+    by_length = scores / [len(choice) for choice in choices]
+    correct = int(by_length.argmax() == gold)
+    counts = (one.number, correct, -scores[gold] / tokens[gold], -scores[gold])
+    texts = (one.item.answer, str(likeliest))
+    guess = (int(likeliest == gold), 1 / len(choices), one.asked)
+    return (one.task.name, one.row["domain"], *counts, *texts, *guess)

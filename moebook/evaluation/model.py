@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
 from torch import Tensor, nn
 
 from moebook.data import IGNORED, encode, padded
@@ -34,22 +32,19 @@ Limit = tuple[int, tuple[str, ...]]  # most new tokens of an answer, strings tha
 Drawn = tuple[float, Sequence[Random]]  # temperature above 0, a generator a context
 
 
-class InMemory(TemplateLM):
+class InMemory:
     """Any causal language model in evaluation mode, wrapped or not, and its tokenizer.
 
     One that keeps no cache for rows of several lengths (Mamba, RWKV, RecurrentGemma,
     BLOOM) reads all tokens again for each that it writes, which is slow; what is not
     causal is refused.
 
-    Not lm-eval's own HFLM, whose generation took 2.2 times as long on 200 embedded
+    Ours, not lm-eval's own HFLM, whose generation took 2.2 times as long on 200 embedded
     items on a CPU (ended rows stay in its batches). ``batch`` is B, sequences a forward
-    pass. lm-eval's requests are put in a ``chat`` format of `data.encode`, or plainly
-    where it is "".
+    pass.
     """
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, batch: int, chat: str = ""
-    ) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, batch: int) -> None:
         super().__init__()
         natural("InMemory", "batch", batch)
         if tokenizer.eos_token_id is None:
@@ -58,12 +53,16 @@ class InMemory(TemplateLM):
         self.model = model
         self.tokenizer = tokenizer
         self.batch = batch
-        self._chat = chat
         self._device = next(model.parameters()).device
         self.longest = longest(model)
         self.ends = end_tokens(model, tokenizer)
         self._closing = _closing_tokens(tokenizer)
         check(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters lie."""
+        return self._device
 
     @property
     def eot_token_id(self) -> int:
@@ -95,74 +94,6 @@ class InMemory(TemplateLM):
             border = line["labels"].count(IGNORED)
             pairs.append((ids[:border], ids[border:]))
         return pairs
-
-    def _encode_pair(self, context: str, continuation: str) -> Pair:
-        """Tokenize a context and what follows, so that each token is of one of them.
-
-        As lm-eval does where the context's tokens begin those of the whole text; blanks
-        at its end go to what follows. Where a token spans the border ("th" and "er"),
-        lm-eval loses a part of the answer or all of it; here the two are tokenized
-        apart.
-        """
-        if self._chat:
-            row = {"prompt": context, "answer": continuation.strip()}
-            ((before, scored),) = self.pairs([row], self._chat)
-            return before, scored[:-1]
-        asked = context.rstrip()
-        rest = context[len(asked) :] + continuation
-        before = self.tok_encode(asked)
-        whole = self.tok_encode(asked + rest)
-        scored = whole[len(before) :]
-        if whole[: len(before)] != before:
-            scored = self.tok_encode(rest, add_special_tokens=False)
-            if self.tokenizer.decode(before + scored) != self.tokenizer.decode(whole):
-                where = f"{continuation!r} behind {context[-40:]!r}"
-                other = "this tokenizer writes other text when it reads it alone"
-                spans = f"{where} shares a token with it, and {other}"
-                refuse("E-DATA", f"{spans}; put a blank between them")
-        return before or [self.prefix_token_id], scored
-
-    def loglikelihood(
-        self, requests: list[Instance], **_: Any
-    ) -> list[tuple[float, bool]]:
-        """Score lm-eval's requests, each with an answer of one token or more."""
-        for request in requests:
-            context, continuation = request.args
-            if not continuation:
-                where = f"an answer to '{context[-40:]}'"
-                refuse("E-DATA", f"{where} is empty; expected text to score")
-        scores: list[tuple[float, bool]] = super().loglikelihood(
-            requests, disable_tqdm=True
-        )
-        return scores
-
-    def _loglikelihood_tokens(
-        self, requests: Sequence[Any], **_: Any
-    ) -> list[tuple[float, bool]]:
-        return self.score([(before, scored) for _, before, scored in requests])
-
-    def loglikelihood_rolling(self, requests: list[Instance], **_: Any) -> list[float]:
-        """Not done: a benchmark that scores whole texts has no correct answers."""
-        name = requests[0].task_name
-        refuse("E-DATA", f"'{name}' scores whole texts; choose one with answers")
-
-    def generate_until(self, requests: list[Instance], **_: Any) -> list[str]:
-        """Answer lm-eval's requests greedily."""
-        contexts, limits = [], []
-        for request in requests:
-            text, settings = request.args
-            until = settings.get("until") or []
-            stops = (until,) if isinstance(until, str) else tuple(until)
-            most = settings.get("max_gen_toks") or settings.get("max_new_tokens") or 256
-            limits.append((int(most), stops))
-            contexts.append(self._context(text))
-        return self.answer(contexts, limits)
-
-    def _context(self, text: str) -> list[int]:
-        """Tokenize what is to be answered."""
-        if self._chat:
-            return self._encode_pair(text, "")[0]
-        return self.tok_encode(text)
 
     def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         """Return the log-probability of what follows each context; is it the greedy?

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from moebook.data import tasks
 from moebook.experiments import needs, rates
 from moebook.experiments.arm import Settings, asked, refuse_complaints
 from moebook.methods import esft
@@ -46,6 +47,10 @@ def _needs(
     yield from rates.needs(settings, arms, every)
     targets = ",".join(name.partition(":")[0] for name in settings["tasks"].split(","))
     yield from needs.named({"tasks": targets})
+    for parameter in ("tasks", *LISTS):
+        if tasks.FILE in settings[parameter]:
+            why = "values are named by tasks here, and a file's place is no name"
+            yield f"{parameter} = {settings[parameter]!r}: {why}; take esft.specialise"
     for parameter in LISTS:
         yield from needs.named({parameter: settings[parameter]})
     tests = set(tested(settings).values())

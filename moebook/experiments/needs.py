@@ -6,15 +6,23 @@ import torch
 
 from moebook.data import tasks
 from moebook.errors import nearest
-from moebook.experiments.arm import Complaints, Settings
+from moebook.experiments.arm import Complaints, Settings, complaint
 
 
 def embedded_tasks(parameter: str, text: str) -> Complaints:
-    """Complain about names in a list of tasks that are no embedded ones."""
+    """Complain about names in a list of tasks that are neither embedded nor a file's."""
     for name in text.split(","):
-        if name and name not in tasks.KNOWN:
-            why = "mix = 'embedded' trains on embedded tasks alone"
+        if name and not tasks.known(name):
+            why = "mix = 'embedded' trains on embedded tasks and your files (*.jsonl)"
             yield f"{parameter} lists {name!r}: {why}: {nearest(name, tasks.KNOWN)}"
+
+
+def files(parameters: dict[str, str]) -> Complaints:
+    """Complain about users' files that parameters name, and that are no rows or missing."""
+    for parameter, text in parameters.items():
+        for name in text.split(","):
+            if name.endswith(tasks.FILE):
+                yield from complaint(f"{parameter} lists {name!r}", tasks.find, name)
 
 
 def named(lists: dict[str, str]) -> Complaints:

@@ -15,8 +15,8 @@ from torch import nn
 
 from moebook import data, evaluation
 from moebook.analysis import routing
-from moebook.data import hub
-from moebook.experiments import arm, needs, rates
+from moebook.data import hub, tasks
+from moebook.experiments import arm, needs, own, rates
 from moebook.experiments.arm import Arm, Complaints, Settings
 from moebook.experiments.experiment import Experiment, Recorder, Result, Rows
 from moebook.methods import pesc
@@ -34,7 +34,7 @@ FIELDS = (
     "lora_rank",
     "lora_alpha",
 )
-HELD_OUT = 256  # rows of a mixture of the hub that are not trained on
+HELD_OUT = 256  # rows of a mixture of the hub, or of a file, that are not trained on
 # Domains in which the paper reports the largest gains.
 GAINING = (
     "code",
@@ -150,6 +150,7 @@ def _shared_needs(
     if settings["mix"] == "embedded":
         yield from needs.embedded_tasks("tasks", settings["tasks"])
     yield from needs.named({"tasks": settings["tasks"]})
+    yield from needs.files({"mix": settings["mix"], "tasks": settings["tasks"]})
     yield from needs.optimizer(settings, device)
 
 
@@ -162,12 +163,15 @@ def rows(settings: Settings) -> Rows:
         held_out = data.draw(names, settings["test_split"], settings["test_rows"])
         valid = data.draw(names, "validation", settings["valid_rows"])
         tested: Any = held_out
+    elif own.is_file(settings["mix"]):
+        tested = [*tasks.content(names), settings["test_rows"]]
+        return own.rows(settings, names, HELD_OUT, tested)
     else:
         pins = hub.pins(settings["revisions"], settings["data_folder"])
         mixed = hub.mixture(hub.MIXTURES[settings["mix"]], pins)
         train, held_out = data.hold_out(mixed, HELD_OUT)
         valid = held_out[: settings["valid_rows"]]
-        tested = [*names, settings["test_rows"]]
+        tested = [*tasks.content(names), settings["test_rows"]]
     data.refuse_leak(train, held_out)
     return Rows(train, held_out, valid, tested)
 

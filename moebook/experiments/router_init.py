@@ -5,7 +5,8 @@ What of an arm follows from the parameters (its steps, when it is tested) `upcyc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from moebook import data, evaluation
 from moebook.analysis import routers, routing
-from moebook.data import hub
-from moebook.experiments import arm, needs, rates
+from moebook.data import hub, tasks
+from moebook.errors import Refusal
+from moebook.experiments import arm, needs, own, rates
 from moebook.experiments.arm import Arm, Complaints, Settings
 from moebook.experiments.experiment import Experiment, Recorder, Rows
 from moebook.methods import upcycling
@@ -72,14 +74,26 @@ def _recipe(name: str, settings: Settings) -> dict[str, Any]:
 
 def _needs(name: str, settings: Settings) -> Complaints:
     """Complain where a domain has no rows whose tokens an arm's routers start from."""
-    if settings["mix"] != "embedded":  # whose rows have all domains, whatever is tested
-        return
     start = plan(settings)[name].start
     domains = {"trsu": PAIR, "trsu3": AREAS}.get(start, ())
+    if own.is_file(settings["mix"]):
+        with suppress(Refusal):  # of which `needs.files` complains
+            yield from _lacks(name, domains, tasks.find(settings["mix"]))
+    if settings["mix"] != "embedded":  # whose rows have all domains, whatever is tested
+        return
     for domain in domains:
         if not settings[f"tasks_{domain}"]:
             why = f"{name} starts experts from the rows of {', '.join(domains)}"
             yield f"tasks_{domain} is empty: {why}; name a task, or leave {name} out of arms"
+
+
+def _lacks(name: str, domains: Iterable[str], task: tasks.Task) -> Complaints:
+    """Complain about domains of which a user's file has no rows."""
+    have = {item.domain for item in task.items("train")}
+    for domain in domains:
+        if domain not in have:
+            why = f"{name} starts experts from rows whose 'domain' is {domain!r}"
+            yield f"mix = {task.source!r}: {why}, and it has none"
 
 
 def _arm(name: str, start: str) -> Arm:
@@ -122,20 +136,31 @@ def _shared_needs(
         for parameter, text in tested.items():
             yield from needs.embedded_tasks(parameter, text)
     yield from needs.named(tested)
+    yield from needs.files({"mix": settings["mix"], **tested})
     yield from needs.optimizer(settings, device)
 
 
 def areas(settings: Settings) -> dict[str, str]:
     """Return the tasks that are tested, and the domain of each."""
-    lists = {area: settings[f"tasks_{area}"] for area in AREAS}
-    return {
-        name: area for area, text in lists.items() for name in text.split(",") if name
-    }
+    domains = {}
+    for name, area in _listed(settings).items():
+        known = tasks.known(name)
+        domains[tasks.find(name).name if known else name] = area
+    return domains
+
+
+def _listed(settings: Settings) -> dict[str, str]:
+    """Return what the parameters list, names and files, and the domain of each."""
+    listed = {}
+    for area in AREAS:
+        for name in filter(None, settings[f"tasks_{area}"].split(",")):
+            listed[name] = area
+    return listed
 
 
 def rows(settings: Settings) -> Rows:
     """Draw the rows, the same in all runs, whatever the seed; none held out is trained on."""
-    names = areas(settings)
+    names = list(_listed(settings))
     if settings["mix"] == "embedded":
         split = settings["test_split"]
         train = data.draw(
@@ -144,11 +169,14 @@ def rows(settings: Settings) -> Rows:
         held_out = data.draw(names, split, settings["routed_rows"])
         tested: Any = data.draw(names, split, settings["test_rows"])
         valid = data.draw(names, "validation", settings["valid_rows"])
+    elif own.is_file(settings["mix"]):
+        tested = {"tasks": tasks.content(names), "rows": settings["test_rows"]}
+        return own.rows(settings, names, settings["routed_rows"], tested)
     else:
         pins = hub.pins(settings["revisions"], settings["data_folder"])
         mixed = hub.mixture(hub.MIXTURES[settings["mix"]], pins)
         train, held_out = data.hold_out(mixed, settings["routed_rows"])
-        tested = {"benchmarks": list(names), "rows": settings["test_rows"]}
+        tested = {"benchmarks": tasks.content(names), "rows": settings["test_rows"]}
         valid = held_out[: settings["valid_rows"]]
     data.refuse_leak(train, held_out)
     return Rows(train, held_out, valid, tested)

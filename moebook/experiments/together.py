@@ -51,9 +51,11 @@ def _needs(
     yield from needs.named({"tasks": settings["tasks"]})
     for parameter in ("tasks", "new"):
         for name in settings[parameter].split(","):
-            if name not in tasks.KNOWN:
+            if not tasks.known(name):
                 choices = nearest(name, tasks.KNOWN)
-                yield f"{parameter} names {name!r}: expected an embedded task: {choices}"
+                wanted = "expected an embedded task, or your file (*.jsonl)"
+                yield f"{parameter} names {name!r}: {wanted}: {choices}"
+        yield from needs.files({parameter: settings[parameter]})
     again = [name for name in settings["again"].split(",") if name in every]
     for name in dict.fromkeys([*arms, *again]):
         yield from _needs_of(name, every[name], settings)
@@ -77,7 +79,7 @@ def _needs_of(name: str, arm: together.Arm, settings: Settings) -> Iterator[str]
     size, what = _experts(name, arm, settings)
     if settings["top_k"] > size:
         yield f"top_k = {settings['top_k']}: {name} has {size} ({what}); take 1 to {size}, {leave}"
-    if name in BY_TASK and all(each in tasks.KNOWN for each in names):
+    if name in BY_TASK and all(map(tasks.known, names)):
         domains = sorted({tasks.find(each).domain for each in names})
         parameter = BY_TASK[name]
         if settings[parameter] % len(domains):

@@ -8,6 +8,7 @@ is int, float, bool or str and the rule, which ends the comment, is one of::
     width: int = 16       # adapter width, features [1, inf)
     base: str = "nano"    # base model {nano, smollm2}      choices
     rates: str = ""       # learning rates, or "" (0, 1)    numbers with commas, each in it
+    mix: str = "own"      # training data {own, *.jsonl}    the second is a file's name
 
 A float may be given as a finite int, and a list of one number as that number, since papermill's
 ``-p rates 0.001`` and YAML make numbers of both; nothing else is converted.
@@ -106,7 +107,7 @@ class Parameter:
             return True
         match = _RANGE.fullmatch(self.rule)
         if match is None:
-            return value in self.choices
+            return any(_is(value, choice) for choice in self.choices)
         left, low, high, right = match.groups()
         # A square bracket takes its end in, a round one leaves it out.
         above = value >= float(low) if left == "[" else value > float(low)
@@ -131,6 +132,13 @@ class Parameter:
             return nearest(str(value), map(str, self.choices))
         kind = "finite float" if self.type is float else self.type.__name__
         return f"expected {kind} in {self.rule}" if self.rule else f"expected {kind}"
+
+
+def _is(value: Scalar, choice: Scalar) -> bool:
+    """Whether a value is a choice, or ends as ``*.jsonl`` says that a file's name does."""
+    if isinstance(choice, str) and isinstance(value, str) and choice.startswith("*."):
+        return value.endswith(choice[1:]) and value != choice[1:]
+    return value == choice
 
 
 def statements(source: str, where: str) -> list[ast.stmt]:

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import datasets
 import pytest
 
-from moebook.data import hub, templates
+from moebook.data import hub, reading, templates
 from moebook.data.templates import final_number
 from moebook.errors import Refusal
 from tests.refusals import refused
@@ -286,7 +286,7 @@ def test_what_the_hub_cannot_give_is_refused(monkeypatch, error, code):
 def test_a_byte_order_mark_crlf_and_empty_lines_are_accepted(tmp_path):
     content = b"\xef\xbb\xbf" + GOOD.replace(b"\n", b"\r\n") + b"\r\n\n" + GOOD
     path = written(tmp_path, content)
-    assert [where.rpartition(":")[2] for where, _ in hub.local(path)] == ["1", "4"]
+    assert [where.rpartition(":")[2] for where, _ in reading.local(path)] == ["1", "4"]
     assert [row["prompt"] for row in hub.load("magicoder_oss", path=path)] == ["a", "a"]
 
 
@@ -317,7 +317,7 @@ def test_a_byte_order_mark_crlf_and_empty_lines_are_accepted(tmp_path):
 def test_bad_lines_are_refused_with_file_and_line(
     tmp_path, monkeypatch, content, match
 ):
-    monkeypatch.setattr(hub, "LONGEST_LINE", 100_001)
+    monkeypatch.setattr(reading, "LONGEST_LINE", 100_001)
     with pytest.raises(Refusal, match=f"E-DATA: .*train.jsonl:{match}"):
         hub.load("magicoder_oss", path=written(tmp_path, content))
 

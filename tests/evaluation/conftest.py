@@ -9,7 +9,7 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from moebook.errors import Refusal
-from moebook.evaluation import benchmarks, sandbox
+from moebook.evaluation import harness, sandbox
 
 FOLDERS = (
     "arc",
@@ -29,14 +29,14 @@ FOLDERS = (
 @cache
 def small():
     place = Path(lm_eval.tasks.__file__).parent
-    folders = [*(place / name for name in FOLDERS), benchmarks.OURS]
+    folders = [*(place / name for name in FOLDERS), harness.OURS]
     return TaskManager(include_path=folders, include_defaults=False)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Index these instead of all, which takes half a minute."""
-    monkeypatch.setattr(benchmarks, "_index", small)
+    monkeypatch.setattr(harness, "_index", small)
 
 
 def require_sandbox():

@@ -9,10 +9,10 @@ import torch
 from lm_eval.api.instance import Instance
 
 from moebook import cli, evaluation, models
-from moebook.data import encode, hub
+from moebook.data import encode, hub, reading
 from moebook.data.encoding import FORMATS
-from moebook.evaluation import benchmarks
-from moebook.evaluation.model import InMemory
+from moebook.evaluation import benchmarks, harness
+from moebook.evaluation.harness import Harness
 from tests.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:W-LONG")
@@ -138,7 +138,7 @@ def test_asked_in_a_chat_format_an_answer_is_as_likely_as_after_a_training_promp
             -logits.gather(1, ids[0, -size - 1 : -1, None]).mean().item()
         )
         lm, context = (
-            InMemory(host, byte_tokenizer, 1, name),
+            Harness(host, byte_tokenizer, 1, name),
             ids[0, : -size - 1].tolist(),
         )
         asked = Instance("generate_until", {}, (row["prompt"], {"max_gen_toks": 5}), 0)
@@ -188,7 +188,7 @@ def test_mbpp_lies_as_on_the_hub_and_lm_evals_own_way_of_running_it_is_refused(
 ):
     put(tmp_path, f"{PROGRAMS}/test-00000-of-00001.parquet", [MBPP])
     (path,) = hub.shards(tmp_path, "google-research-datasets/mbpp", "full", "test")
-    assert hub.local(path)[0][1] == MBPP
+    assert reading.local(path)[0][1] == MBPP
     words = "E-SANDBOX: benchmark 'mbpp_instruct' runs code .* outside of a sandbox; take humaneval"
     refused(words, benchmarks.load, ["mbpp_instruct"], tmp_path)
 
@@ -338,7 +338,7 @@ def test_an_answer_that_is_neither_a_place_nor_a_choice_is_refused(
 
 def test_answers_of_two_types_are_refused(tmp_path):
     name, row, field = LABELLED["mmlu_anatomy"]
-    task = benchmarks._local("mmlu_anatomy", _folder(tmp_path, name, [row]))[0]
+    task = harness._local("mmlu_anatomy", _folder(tmp_path, name, [row]))[0]
     task._check(row | {field: 3})
     with pytest.raises(TypeError, match="answer 'C' is str, int in the items before"):
         task._check(row | {field: "C"})
@@ -388,7 +388,7 @@ def test_the_output_of_a_generative_benchmark_is_the_text_and_no_part_of_it(
     place = _folder(tmp_path, "openai/gsm8k/main/test.jsonl", [SUM] * 2)
     put(tmp_path, "openai/gsm8k/main/train.jsonl", [SUM] * 9)
     texts = [" 1 and 2, that is\n#### 3 dogs", " no idea"]
-    monkeypatch.setattr(InMemory, "answer", lambda self, contexts, limits: texts)
+    monkeypatch.setattr(Harness, "answer", lambda self, contexts, limits: texts)
     table = evaluation.evaluate(tiny(), byte_tokenizer, "gsm8k", data=place)
     assert table.output.tolist() == texts
     assert table.correct.tolist() == [1, 0]

@@ -268,7 +268,7 @@ def test_damaged_items_are_refused_in_one_line(change, words, tmp_path):
     put(tmp_path, ROW if isinstance(change, bytes) else ROW | change)
     if isinstance(change, bytes):
         (tmp_path / HUMANEVAL).write_bytes(change)
-    refused(words, evaluation.benchmarks.load, ["humaneval"], tmp_path)
+    refused(words, evaluation.load, ["humaneval"], tmp_path)
 
 
 def test_what_only_programs_have_is_refused_elsewhere(tiny, byte_tokenizer):

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from moebook import evaluation
 from moebook.data import encode, tasks
 from moebook.errors import Refusal
-from moebook.evaluation.model import InMemory
+from moebook.evaluation.harness import Harness
 from moebook.methods.pesc.measuring import _row_losses
 from moebook.methods.upcycling.representations import perplexities
 from moebook.models.conventions import keeps_cache
@@ -121,7 +121,7 @@ def test_likelihoods_in_a_batch_equal_those_one_by_one_and_tell_greedy_ones(
     continuations = [" is", " four and five", "!", " the", " it"]
     pairs = list(zip(CONTEXTS, continuations, strict=True))
     asked = [request("loglikelihood", *pair) for pair in [*pairs, ("", "the sum")]]
-    got = InMemory(llama, tokenizer, 3).loglikelihood(asked, disable_tqdm=True)
+    got = Harness(llama, tokenizer, 3).loglikelihood(asked, disable_tqdm=True)
     for (value, _), (context, continuation) in zip(got, pairs, strict=False):
         before, whole = (
             tokenizer.encode(context),
@@ -136,7 +136,7 @@ def test_likelihoods_in_a_batch_equal_those_one_by_one_and_tell_greedy_ones(
     before = tokenizer.encode(CONTEXTS[0])
     with torch.no_grad():
         best = llama(torch.tensor([before])).logits[0, -1].argmax().item()
-    got = InMemory(llama, tokenizer, 2).score([(before, [best]), (before, [best - 1])])
+    got = Harness(llama, tokenizer, 2).score([(before, [best]), (before, [best - 1])])
     assert [greedy for _, greedy in got] == [True, False]
 
 
@@ -152,7 +152,7 @@ MERGED = [
 def test_an_answer_that_merges_with_the_end_of_its_context_is_tokenized_apart(
     llama, tokenizer
 ):
-    lm, encode = InMemory(llama, tokenizer, 2), tokenizer.encode
+    lm, encode = Harness(llama, tokenizer, 2), tokenizer.encode
     assert encode("the") != encode("th") + encode("e")  # one token spans the border
     got = lm.loglikelihood([request("loglikelihood", *pair) for pair in MERGED])
     for (value, _), (context, answer) in zip(got, MERGED, strict=True):
@@ -162,7 +162,7 @@ def test_an_answer_that_merges_with_the_end_of_its_context_is_tokenized_apart(
 
 
 def test_where_no_token_spans_the_border_pairs_are_lm_evals_own(llama, tokenizer):
-    lm, encode = InMemory(llama, tokenizer, 2), tokenizer.encode
+    lm, encode = Harness(llama, tokenizer, 2), tokenizer.encode
     theirs = HFLM(pretrained=llama, tokenizer=tokenizer, batch_size=1)
     endings = [" is", "is four", "\n a", "   is", "  is four", "  \n a"]
     pairs = list(product(CONTEXTS, endings))
@@ -183,7 +183,7 @@ def test_where_no_token_spans_the_border_pairs_are_lm_evals_own(llama, tokenizer
 
 
 def test_a_context_of_blanks_begins_as_an_empty_one(llama, tokenizer):
-    lm = InMemory(llama, tokenizer, 2)
+    lm = Harness(llama, tokenizer, 2)
     assert lm._encode_pair("  ", "the") == ([0], tokenizer.encode("  the"))
 
 
@@ -209,7 +209,7 @@ def test_no_context_ends_on_the_token_that_a_tokenizer_puts_behind_texts(
     llama, tokenizer, template, start
 ):
     plain = tokenizer.encode
-    lm = InMemory(llama, closed(tokenizer, template), 2)
+    lm = Harness(llama, closed(tokenizer, template), 2)
     assert lm.tok_encode("the sum") == start + plain("the sum")
     assert lm.tok_encode("the sum", add_special_tokens=False) == plain("the sum")
     before, scored = lm._encode_pair("the sum", " is seven")
@@ -219,7 +219,7 @@ def test_no_context_ends_on_the_token_that_a_tokenizer_puts_behind_texts(
 def test_an_answer_without_tokens_is_refused_where_it_would_always_win(
     llama, tokenizer
 ):
-    lm = InMemory(llama, tokenizer, 2)
+    lm = Harness(llama, tokenizer, 2)
     asked = [request("loglikelihood", context, "") for context in ("the sum", "")]
     for each in asked:
         refused(
@@ -237,7 +237,7 @@ def test_a_merged_answer_whose_tokens_alone_are_another_text_is_refused(
 ):
     prepended = copy.deepcopy(tokenizer)  # as SentencePiece's dummy prefix
     prepended.backend_tokenizer.normalizer = Prepend(" ")
-    lm = InMemory(llama, prepended, 2)
+    lm = Harness(llama, prepended, 2)
     asked = request("loglikelihood", "a th", "e")
     refused(
         "E-DATA: 'e' behind 'a th' shares a token with it", lm.loglikelihood, [asked]
@@ -254,7 +254,7 @@ def test_likelihoods_over_a_large_vocabulary_have_no_bias(tiny, tokenizer, monke
         kept = logits[:, : input_ids.shape[1]][:, logits_to_keep]
         return CausalLMOutputWithPast(logits=kept)
 
-    lm = InMemory(llama, tokenizer, 2)
+    lm = Harness(llama, tokenizer, 2)
     monkeypatch.setattr(llama, "forward", forward)
     batch = {"input_ids": ids, "labels": ids.clone()}
     batch["labels"][:, :5] = -100  # what is not asked for adds nothing
@@ -283,7 +283,7 @@ def test_greedy_answers_equal_those_of_generate_one_by_one(llama, tokenizer):
         request("generate_until", c, {"until": [], "max_gen_toks": 12})
         for c in CONTEXTS
     ]
-    assert InMemory(llama, tokenizer, len(CONTEXTS)).generate_until(asked) == wanted
+    assert Harness(llama, tokenizer, len(CONTEXTS)).generate_until(asked) == wanted
     assert len(set(wanted)) == len(CONTEXTS)
 
 
@@ -354,7 +354,7 @@ def test_models_of_any_family_answer_and_score_as_one_by_one(of_a_family, tokeni
     wanted = [generated(model, tokenizer, c, 8, eos_token_id=ends) for c in CONTEXTS]
     assert len(set(map(len, wanted))) > 1
     model.generation_config.eos_token_id = ends
-    lm, encode = InMemory(model, tokenizer, len(CONTEXTS)), tokenizer.encode
+    lm, encode = Harness(model, tokenizer, len(CONTEXTS)), tokenizer.encode
     contexts, limits = (
         [encode(context) for context in CONTEXTS],
         [(8, ())] * len(CONTEXTS),
@@ -387,14 +387,14 @@ def test_a_wrapped_model_ends_where_its_base_does(llama, tokenizer):
     place = next(n for n in range(1, 6) if free[n] not in free[:n])
     llama.generation_config.eos_token_id = [free[place]]
     wanted = tokenizer.decode(free[: place + 1], skip_special_tokens=True)
-    assert InMemory(wrapped, tokenizer, 1).answer([ids], [(6, ())]) == [wanted]
+    assert Harness(wrapped, tokenizer, 1).answer([ids], [(6, ())]) == [wanted]
 
 
 def test_a_model_without_cache_stops_at_strings_and_is_evaluated(tokenizer):
     torch.manual_seed(0)
     config = AutoConfig.for_model("mamba", **SIZES | {"state_size": 4})
     model = AutoModelForCausalLM.from_config(config).eval()
-    lm, ids = InMemory(model, tokenizer, 2), tokenizer.encode("the sum")
+    lm, ids = Harness(model, tokenizer, 2), tokenizer.encode("the sum")
     (whole,) = lm.answer([ids], [(12, ())])
     stop = whole[2:4]
     assert lm.answer([ids], [(12, (stop,))]) == [whole[: whole.index(stop)]]
@@ -409,7 +409,7 @@ def test_rows_that_end_early_leave_the_others_as_they_are(tokenizer):
         [*p, *tokenizer.encode(a), 1] for p, a in zip(prompts, answers, strict=True)
     ]
     assert (
-        InMemory(Knower(texts, 300), tokenizer, 4).answer(prompts, [(40, ())] * 4)
+        Harness(Knower(texts, 300), tokenizer, 4).answer(prompts, [(40, ())] * 4)
         == answers
     )
 
@@ -417,7 +417,7 @@ def test_rows_that_end_early_leave_the_others_as_they_are(tokenizer):
 @pytest.mark.parametrize("until", ["wo", ["wo", "."]])
 def test_a_stop_string_ends_and_is_cut_off(until, tokenizer):
     prompt = tokenizer.encode("go")
-    lm = InMemory(
+    lm = Harness(
         Knower([[*prompt, *tokenizer.encode("one. two. three"), 1]], 300), tokenizer, 1
     )
     asked = request("generate_until", "go", {"until": until, "max_gen_toks": 40})
@@ -425,7 +425,7 @@ def test_a_stop_string_ends_and_is_cut_off(until, tokenizer):
 
 
 def test_a_prompt_longer_than_the_model_is_cut_on_the_left_and_told(llama, tokenizer):
-    lm = InMemory(llama, tokenizer, 1)
+    lm = Harness(llama, tokenizer, 1)
     lm.longest = 8  # six of the prompt, then two of the three that are generated
     ids = tokenizer.encode("a rather long prompt that does not fit")
     with pytest.warns(UserWarning, match="W-LONG: 1 of 1"):
@@ -437,9 +437,9 @@ def test_what_cannot_be_done_is_refused(llama, tokenizer):
     with pytest.raises(
         Refusal, match="E-DATA: the tokenizer has no end-of-sequence token"
     ):
-        InMemory(llama, SimpleNamespace(eos_token_id=None), 1)
+        Harness(llama, SimpleNamespace(eos_token_id=None), 1)
     with pytest.raises(Refusal, match=r"E-DATA: .* scores whole texts"):
-        InMemory(llama, tokenizer, 1).loglikelihood_rolling(
+        Harness(llama, tokenizer, 1).loglikelihood_rolling(
             [request("loglikelihood_rolling", "a")]
         )
 
@@ -451,7 +451,7 @@ def test_a_context_read_once_gives_what_reading_it_twice_gives(
         tokenizer.encode(text) for text in (" is", " four and five", "!", " the", "z")
     ]
     pairs = list(zip(map(tokenizer.encode, CONTEXTS), scored, strict=True))
-    limits, lm = [(n, ()) for n in (3, 3, 1, 3, 1)], InMemory(llama, tokenizer, 2)
+    limits, lm = [(n, ()) for n in (3, 3, 1, 3, 1)], Harness(llama, tokenizer, 2)
     texts, values = zip(*lm.examine(pairs, limits), strict=True)
     assert list(texts) == lm.answer([before for before, _ in pairs], limits)
     assert values == pytest.approx([value for value, _ in lm.score(pairs)], rel=1e-5)

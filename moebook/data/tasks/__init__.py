@@ -6,15 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from moebook.data.tasks.item import Item
 from moebook.data.tasks.pools import POOLS, general
-from moebook.data.tasks.task import SPLITS, TEST, VALIDATION, Item, Task
+from moebook.data.tasks.task import SPLITS, TEST, VALIDATION, Task
 from moebook.errors import refuse_unknown
-from moebook.results import formed
+from moebook.results import digest, formed
 
 
 def _catalogue(entries: Mapping[str, Any]) -> dict[str, Task]:
@@ -33,10 +34,39 @@ KNOWN = CATALOGUE | GENERAL | KSHOT
 """All of them: whatever can be drawn and evaluated by name."""
 
 
+FILE = ".jsonl"
+
+
+def known(name: str) -> bool:
+    """Whether a name is that of an embedded task, or of a user's file (``*.jsonl``)."""
+    return name in KNOWN or name.endswith(FILE)
+
+
 def find(name: str) -> Task:
-    """Look a task up by name; E-DATA with the nearest name when there is none."""
+    """Look a task up by name, or make one of a user's file.
+
+    E-DATA with the nearest name when there is none, and what `Task.from_jsonl` refuses.
+    """
+    if name.endswith(FILE):
+        place = Path(name).expanduser()
+        changed = place.stat().st_mtime_ns if place.is_file() else 0
+        return _of_file(place, changed)
     refuse_unknown(name, KNOWN, "E-DATA", f"unknown task '{name}':")
     return KNOWN[name]
+
+
+@cache
+def _of_file(place: Path, changed: int) -> Task:
+    """Read a user's file once for as long as nobody changes it."""
+    return Task.from_jsonl(place)
+
+
+def content(names: Iterable[str]) -> list[str]:
+    """Return names of tasks, each of a file with the SHA-256 of what it holds."""
+    return [
+        f"{name}@{digest(Path(name).expanduser())}" if name.endswith(FILE) else name
+        for name in names
+    ]
 
 
 def rows(name: str, split: str, size: int, seed: int = 0) -> list[dict[str, str]]:

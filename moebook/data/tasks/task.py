@@ -4,38 +4,32 @@ The pool is enumerated once, ordered by a hash of each item's content, and cut: 
 first items are the test split, the next the validation split, the rest the train split.
 A study that needs more test rows cuts train once more: `fresh` is tested and `rest`
 trained on. A seed decides order and wording, never membership, so no seed can move a
-test item into training.
+test item into training. A user's own file is cut by its prompts (`own.cut`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, Self
 
+from moebook.data.tasks import own
+from moebook.data.tasks.item import Item, content_hash
 from moebook.errors import refuse, refuse_unknown
-from moebook.settings import checked
+from moebook.settings import Count, Place, checked
 
 TEST = 200  # items in the test split of every task
 VALIDATION = 200
 # Items that studies with more test rows take out of the train split, at most half.
 FRESH = 1000
-SPLITS = ("train", "validation", "test")
-
-
-@dataclass(frozen=True)
-class Item:
-    """One underlying problem before it is put into words."""
-
-    slots: dict[str, str]  # what the templates are filled with; decides the split
-    answer: str
-    rationale: str = ""  # worked solution in words
+SPLITS = own.SPLITS
 
 
 def exact(answer: str) -> str:
@@ -64,7 +58,14 @@ def same_json(answer: str) -> str:
 
 
 Pool = Callable[[], Iterable[Item]]
-COMPARE = {"first_line": first_line, "verb": verb, "same_json": same_json}
+Compare = Literal["first_line", "exact", "verb", "same_json"]
+COMPARE: dict[str, Callable[[str], str]] = {
+    "first_line": first_line,
+    "exact": exact,
+    "verb": verb,
+    "same_json": same_json,
+}
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,62 @@ class Task:
     # Of COMPARE: how answers are read before they are compared.
     compare: str = "first_line"
     rationales: bool = False  # whether items carry a worked solution
+    shipped: bool = True  # whether the package ships it; else it is a user's file
+
+    @classmethod
+    @checked
+    def from_jsonl(
+        cls,
+        path: Place,
+        *,
+        compare: Compare | None = None,
+        max_new_tokens: Count | None = None,
+    ) -> Self:
+        r"""Make a task of your own file, JSON lines with ``prompt`` and ``answer``.
+
+        A row may have ``choices``, of which the likeliest counts; ``split``, or a hash
+        of the prompts cuts the file; ``system``, ``rationale`` and ``domain``
+        (`moebook.data.tasks.own` has the schema). The task's name is ``own_`` and the
+        file's. ``compare`` says how answers are read before they are compared: their
+        first lines, or, where an answer in the file has several, all of it. Answers of
+        a model end after ``max_new_tokens``; without it, after as many as the longest
+        answer has bytes, and one.
+
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> file = Path(folder.name, "teams.jsonl")
+        >>> row = '{"prompt": "My card was charged twice.", "answer": "billing"}\n'
+        >>> _ = file.write_text(row)
+        >>> task = Task.from_jsonl(file)
+        >>> task.name, task.available("all"), task.max_new_tokens
+        ('own_teams', 1, 8)
+
+        Raises:
+            Refusal: E-DATA with file and line for a row of another form; E-NOFILE;
+                E-LEAK for a prompt in two splits; E-PATH for a name of other letters
+                than A-Z, a-z, 0-9, ``_``, ``-`` and ``.``.
+        """
+        place = Path(path)
+        if not NAME.fullmatch(place.stem):
+            letters = "expected a name of letters, digits, _, - and ."
+            refuse("E-PATH", f"{place}: {letters}, which names values; rename the file")
+        items = own.read(place)
+        several = any("\n" in item.answer.strip() for item in items)
+        way = compare or ("exact" if several else "first_line")
+        longest = max(len(item.answer.encode()) for item in items)
+        return cls(
+            name=f"own_{place.stem}",
+            domain="own",
+            description="Rows of the user's own file.",
+            source=str(place),
+            licence="",
+            templates=("{prompt}",),
+            pool=lambda: items,
+            max_new_tokens=max_new_tokens or longest + 1,
+            compare=way,
+            rationales=any(item.rationale for item in items),
+            shipped=False,
+        )
 
     @property
     def normalise(self) -> Callable[[str], str]:
@@ -91,16 +148,19 @@ class Task:
     @cached_property
     def _splits(self) -> dict[str, tuple[Item, ...]]:
         """Order the pool by the hash of its content and cut it."""
-        items = sorted(self.pool(), key=lambda item: content_hash(self.name, item))
-        train = tuple(items[TEST + VALIDATION :])
+        if self.shipped:
+            items = sorted(self.pool(), key=lambda item: content_hash(self.name, item))
+            cut = {
+                "test": tuple(items[:TEST]),
+                "validation": tuple(items[TEST : TEST + VALIDATION]),
+                "train": tuple(items[TEST + VALIDATION :]),
+            }
+        else:
+            cut = own.cut(self.pool(), TEST)
+        train = cut["train"]
         fresh = min(FRESH, len(train) // 2)
-        return {
-            "test": tuple(items[:TEST]),
-            "validation": tuple(items[TEST : TEST + VALIDATION]),
-            "train": train,
-            "fresh": train[:fresh],
-            "rest": train[fresh:],
-        }
+        every = (*cut["test"], *cut["validation"], *train)
+        return cut | {"fresh": train[:fresh], "rest": train[fresh:], "all": every}
 
     def items(self, split: str) -> tuple[Item, ...]:
         """The items of a split; E-DATA for an unknown one."""
@@ -116,20 +176,37 @@ class Task:
         """Draw `size` rows of a split without replacement, by the seed.
 
         A prefix of any longer draw with this seed: task, domain, prompt, answer and any
-        rationale.
+        rationale. Beside train, validation and test there are fresh and rest, halves of
+        train, and all.
         """
+        return [row for _, row in self.draw(split, size, seed)]
+
+    def draw(
+        self, split: str, size: int, seed: int = 0
+    ) -> list[tuple[Item, dict[str, str]]]:
+        """Draw rows as `rows` does, each behind its item."""
         items = list(self.items(split))
         have = len(items)
+        if not have:
+            mark = f'give rows "split": "{split}"'
+            refuse("E-DATA", f"{self.source}: no row is of split '{split}'; {mark}")
         if not 1 <= size <= have:
             need = f"have {have} rows, need {size}; ask for 1 to {have}"
             refuse("E-DATA", f"{self.name}/{split}: {need}")
         rng = random.Random(f"{self.name}/{split}/{seed}")
         rng.shuffle(items)
-        return [self._row(item, rng.choice(self.templates)) for item in items[:size]]
+        return [
+            (item, self._row(item, rng.choice(self.templates))) for item in items[:size]
+        ]
 
     @cached_property
     def majority(self) -> float:
-        """Share of test rows, in [0, 1], that have the commonest training answer."""
+        """Share of test rows, in [0, 1], that have the commonest training answer.
+
+        It is 0 where a user's file has no rows of one of the two.
+        """
+        if not self.items("train") or not self.items("test"):
+            return 0.0
         answers = Counter(self.normalise(item.answer) for item in self.items("train"))
         best = min(answers, key=lambda answer: (-answers[answer], answer))
         test = self.items("test")
@@ -138,19 +215,15 @@ class Task:
     def _row(self, item: Item, template: str) -> dict[str, str]:
         row = {
             "task": self.name,
-            "domain": self.domain,
+            "domain": item.domain or self.domain,
             "prompt": template.format_map(item.slots),
             "answer": item.answer,
         }
         if self.rationales:
             row["rationale"] = item.rationale
+        if item.system:
+            row["system"] = item.system
         return row
-
-
-def content_hash(name: str, item: Item) -> str:
-    """Hash an item's content (sha256 of task and slots), whatever its wording."""
-    content = json.dumps([name, item.slots], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(content.encode()).hexdigest()
 
 
 @cache

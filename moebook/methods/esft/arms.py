@@ -259,7 +259,7 @@ def rows(
     pins, drawn = hub.pins(revisions), {}
     for times, names in ((2, alignment), (1, targets)):
         for name in names:
-            if name in tasks.KNOWN:
+            if tasks.known(name):
                 count = min(size, tasks.find(name).available(split))
                 drawn[name] = tasks.rows(name, split, count, seed)
             else:

@@ -24,9 +24,10 @@ from torch.overrides import TorchFunctionMode
 
 from moebook.data import IGNORED, encode
 from moebook.data.encoding import camel
+from moebook.data.reading import field
 from moebook.data.tasks import KNOWN
 from moebook.data.tasks.task import Task, first_line
-from moebook.data.templates import Source, field
+from moebook.data.templates import Source
 from moebook.errors import refuse
 from moebook.evaluation import sandbox
 from moebook.evaluation.model import InMemory

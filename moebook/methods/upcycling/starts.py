@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moebook.analysis.routers import logit_scale
 from moebook.data import padded
-from moebook.data.templates import field
+from moebook.data.reading import field
 from moebook.errors import refuse
 from moebook.kernels.dispatch import shapes
 from moebook.methods.upcycling.representations import Representations, Tokens, collect

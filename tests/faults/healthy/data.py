@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from moebook import data
-from moebook.data import hub, tasks, templates
+from moebook.data import hub, reading, tasks, templates
 from moebook.data.encoding import IGNORED
 from tests import tokens
 from tests.faults.hostile import EVERY, Row
@@ -238,7 +238,10 @@ ROWS = {
             "split": "train",
         },
     ),
-    "data.hub.local": Row(hub.local, lambda: {"path": file()}, true_local),
+    "data.reading.local": Row(reading.local, lambda: {"path": file()}, true_local),
+    "data.tasks.known": Row(
+        tasks.known, lambda: {"name": "gcd"}, lambda name: name in tasks.KNOWN
+    ),
     "data.tasks.find": Row(lambda name: tasks.find(name).name, lambda: {"name": "gcd"}),
     "data.tasks.rows": Row(
         tasks.rows,
@@ -246,14 +249,14 @@ ROWS = {
         fine={"seed": SEEDS},
     ),
     "data.tasks.majority": Row(tasks.majority, lambda: {"name": "isa"}),
-    "data.templates.field": Row(
-        templates.field,
+    "data.reading.field": Row(
+        reading.field,
         lambda: {"row": {"a": "text"}, "name": "a", "where": WHERE},
         lambda row, name, where: row[name],
         fine={"where": EVERY},
     ),
-    "data.templates.clean": Row(
-        templates.clean,
+    "data.reading.clean": Row(
+        reading.clean,
         lambda: {"value": "text", "name": "a", "where": WHERE},
         lambda value, name, where: value.encode().decode(),
     ),

@@ -1,0 +1,30 @@
+"""An item: one problem of a task before it is put into words."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Item:
+    """One underlying problem before it is put into words.
+
+    The last five are of items from a user's file alone, see `own.read`.
+    """
+
+    slots: dict[str, str]  # what the templates are filled with; decides the split
+    answer: str
+    rationale: str = ""  # worked solution in words
+    choices: tuple[str, ...] = ()  # answers to choose from, the right one among them
+    system: str = ""  # system message
+    domain: str = ""  # in place of its task's
+    split: str = ""  # train, validation or test
+    where: str = ""  # file:line
+
+
+def content_hash(name: str, item: Item) -> str:
+    """Hash an item's content (sha256 of task and slots), whatever its wording."""
+    content = json.dumps([name, item.slots], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(content.encode()).hexdigest()

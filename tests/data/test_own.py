@@ -1,0 +1,157 @@
+"""A user's own file: its schema, its splits, and refusals with file and line that keep its text."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from moebook.data import hashes, tasks
+from moebook.data.tasks import Task
+from tests.refusals import refused
+
+SECRET = "the patient said"
+ROW = {"prompt": f"{SECRET} 1", "answer": "yes"}
+
+
+def put(folder, *rows, name="mine.jsonl"):
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def numbered(count, **more):
+    return [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} | more for n in range(count)]
+
+
+def test_a_file_is_a_task_whose_rows_are_as_they_stand_in_it(tmp_path):
+    given = [
+        ROW | {"system": "Be short.", "rationale": "since", "domain": "code", "id": 7},
+        {"prompt": "{braces} 2 + 2 =", "answer": 1, "choices": ["3", "4"]},
+    ]
+    task = Task.from_jsonl(put(tmp_path, *given))
+    rows = {row["prompt"]: row for row in task.rows("all", 2)}
+    assert rows[ROW["prompt"]] == {
+        "task": "own_mine",
+        "domain": "code",
+        "prompt": ROW["prompt"],
+        "answer": "yes",
+        "rationale": "since",
+        "system": "Be short.",
+    }
+    assert rows["{braces} 2 + 2 ="]["answer"] == "4"
+    assert rows["{braces} 2 + 2 ="]["domain"] == "own"
+    (item,) = (item for item in task.items("all") if item.choices)
+    assert item.choices == ("3", "4")
+    assert tasks.find(str(tmp_path / "mine.jsonl")).rows("all", 2) == task.rows(
+        "all", 2
+    )
+
+
+def test_prompts_decide_the_splits_whatever_the_file_is_called_and_its_order(tmp_path):
+    rows = [*numbered(50), {"prompt": " 7 + 1  =", "answer": "eight"}]
+    task = Task.from_jsonl(put(tmp_path, *rows))
+    sizes = {split: task.available(split) for split in (*tasks.SPLITS, "all")}
+    assert sizes["all"] == 51 == sizes["train"] + sizes["validation"] + sizes["test"]
+    assert 10 <= sizes["test"] <= 11 and 10 <= sizes["validation"] <= 11
+    asked = [hashes(task.rows(split, sizes[split])) for split in tasks.SPLITS]
+    for one, other in pairwise([*asked, asked[0]]):
+        assert not one & other
+    again = Task.from_jsonl(put(tmp_path, *rows[::-1], name="other.jsonl"))
+    for split, prompts in zip(tasks.SPLITS, asked, strict=True):
+        assert hashes(again.rows(split, again.available(split))) == prompts
+
+
+def test_rows_that_name_their_splits_stay_there(tmp_path):
+    rows = [*numbered(9, split="train"), ROW | {"split": "test"}]
+    task = Task.from_jsonl(put(tmp_path, *rows))
+    assert task.available("train") == 9
+    assert [row["prompt"] for row in task.rows("test", 1)] == [ROW["prompt"]]
+    words = (
+        'mine.jsonl: no row is of split \'validation\'; give rows "split": "validation"'
+    )
+    refused(f"E-DATA: .*{words}", task.rows, "validation", 1)
+
+
+def test_answers_of_several_lines_are_compared_whole_and_lengths_hold_the_longest(
+    tmp_path,
+):
+    one = Task.from_jsonl(put(tmp_path, ROW))
+    assert one.normalise("yes.\nAnd so on") == one.normalise("yes")
+    assert one.max_new_tokens == 4
+    several = Task.from_jsonl(put(tmp_path, ROW | {"answer": "yes\nné"}))
+    assert several.normalise("yes\nno") != several.normalise("yes\nné")
+    assert several.max_new_tokens == len("yes\nné".encode()) + 1
+    assert Task.from_jsonl(put(tmp_path, ROW), max_new_tokens=9).max_new_tokens == 9
+
+
+def test_a_file_that_changes_is_read_again(tmp_path):
+    path = put(tmp_path, ROW)
+    assert tasks.find(str(path)).available("all") == 1
+    first = tasks.content([str(path), "gcd"])
+    put(tmp_path, ROW, *numbered(3))
+    path.touch()
+    assert tasks.find(str(path)).available("all") == 4
+    assert tasks.content([str(path), "gcd"])[0] != first[0]
+    assert first[1] == "gcd"
+
+
+ODD = {
+    "unknown field 'promt'; did you mean 'prompt'": {"promt": "a", "answer": "b"},
+    "field 'prompt' is missing; the row has question, answer": {
+        "question": SECRET,
+        "answer": SECRET,
+    },
+    "field 'answer' is int, expected text": {"prompt": SECRET, "answer": 4},
+    "field 'answer' is blank": {"prompt": SECRET, "answer": "  "},
+    "field 'prompt' holds a lone surrogate": {"prompt": "\ud800", "answer": "a"},
+    "field 'choices' is no list": {"prompt": SECRET, "answer": "a", "choices": {}},
+    "field 'choices' is list": {"prompt": SECRET, "answer": 0, "choices": [[], "a"]},
+    "field 'choices' holds a text twice": {
+        "prompt": SECRET,
+        "answer": 0,
+        "choices": [SECRET, SECRET],
+    },
+    "field 'answer' is none of the choices; expected one of the 2": {
+        "prompt": "a",
+        "answer": SECRET,
+        "choices": ["a", "b"],
+    },
+    "field 'split' is none of train, validation, test": ROW | {"split": SECRET},
+    "field 'rationale' is list": ROW | {"rationale": [SECRET]},
+    "names a split, unlike .*:1; expected every row or none": ROW | {"split": "test"},
+}
+ODD_PLACES = {True: "True", 2: "2", -1: "-1", None: "None", "A": "a letter"}
+
+
+@pytest.mark.parametrize("words", ODD)
+def test_a_row_of_another_form_is_refused_by_line_and_never_shown(tmp_path, words):
+    path = put(tmp_path, numbered(1)[0], ODD[words])
+    code = refused(f"E-DATA: .*mine.jsonl:2: {words}", Task.from_jsonl, path)
+    assert SECRET not in str(code)
+
+
+@pytest.mark.parametrize("answer", ODD_PLACES, ids=ODD_PLACES.values())
+def test_an_answer_that_is_no_place_and_no_choice_is_refused(tmp_path, answer):
+    path = put(tmp_path, {"prompt": "a", "choices": ["x", "y"], "answer": answer})
+    refused("E-DATA: .*:1: field 'answer' is none of", Task.from_jsonl, path)
+
+
+def test_files_of_another_kind_and_prompts_in_two_splits_are_refused(tmp_path):
+    rows = [ROW | {"split": "train"}, ROW | {"split": "test", "prompt": f"{SECRET}  1"}]
+    words = "E-LEAK: .*:2: this prompt is in split train too .*:1.; leave one"
+    assert SECRET not in str(refused(words, Task.from_jsonl, put(tmp_path, *rows)))
+    for name in ("mine.csv", "mine.json"):
+        path = put(tmp_path, ROW, name=name)
+        refused(f"E-DATA: .*{name}: expected JSON lines", Task.from_jsonl, path)
+    refused(
+        "E-NOFILE: .*none.jsonl: no such file", tasks.find, f"{tmp_path}/none.jsonl"
+    )
+    path = put(tmp_path, ROW, name="my file.jsonl")
+    refused(
+        "E-PATH: .*my file.jsonl: expected a name of letters", Task.from_jsonl, path
+    )
+    (tmp_path / "half.jsonl").write_text(f'{{"prompt": "{SECRET}')
+    told = refused(
+        "E-DATA: .*half.jsonl:1: not JSON", Task.from_jsonl, tmp_path / "half.jsonl"
+    )
+    assert SECRET not in str(told)
