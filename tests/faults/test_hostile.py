@@ -62,6 +62,7 @@ WITHOUT = {  # public names without a row, and why
     "data.templates.Source": "stands in the catalogue, which a test reads",
     "data.templates.whole": BEHIND,
     "evaluation.code.*": PROGRAMS,
+    "evaluation.harness.*": "is lm-eval's side of `evaluation.evaluate` and `load`",
     "evaluation.inside.*": PROGRAMS,
     "evaluation.judge.Judge": "asks a server, which the judge's tests stand in for",
     "evaluation.judge.Reply": A_RESULT,
