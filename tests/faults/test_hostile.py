@@ -55,7 +55,6 @@ WITHOUT = {  # public names without a row, and why
     "data.tasks.pools.general": BEHIND,
     "data.reading.refuse_missing": A_CHECK,
     "data.tasks.content": "hashes files that `find` has read",
-    "data.tasks.item.content_hash": BEHIND,
     "data.tasks.item.Item": A_RESULT,
     "data.tasks.own.*": "reads files, which tests/data/test_own.py damages",
     "data.tasks.task.Task": "stands in the catalogue, which a test reads",
