@@ -22,7 +22,7 @@ MODULES = sorted(
     for top in ("moebook", "recipes", "workshop")
     for path in (ROOT / top).rglob("*.py")
 )
-FRAME = 3  # imports, parameters and `notebook.begin` come first, one after the other
+BEGIN = "notebook.begin("  # ends the frame: imports and parameters, which come first
 # Calls that teach, as methods do.
 SHOWN = {
     "bench",
@@ -33,6 +33,7 @@ SHOWN = {
     "evaluation.evaluate",
 }
 
+DEFINES = (ast.ClassDef, ast.FunctionDef)
 Cell = dict[str, Any]
 
 
@@ -48,13 +49,20 @@ def code_cells(notebook: dict[str, Any]) -> list[Cell]:
     return [cell for cell in cells if "install" not in cell["metadata"].get("tags", [])]
 
 
-def cell_problems(number: int, cell: Cell) -> Iterator[str]:
+def frame(codes: list[Cell]) -> int:
+    """How many code cells the frame has: parameters and imports, up to `notebook.begin`."""
+    begins = (number for number, cell in enumerate(codes, 1) if BEGIN in code(cell))
+    return next(begins, 0)
+
+
+def cell_problems(number: int, cell: Cell, in_frame: bool) -> Iterator[str]:
     """What is wrong with one code cell; numbers count code cells from 0."""
     where, nodes = f"code cell {number}: ", list(ast.walk(ast.parse(code(cell))))
     if cell.get("outputs") or cell.get("execution_count") is not None:
         yield f"{where}holds outputs"
-    if number and any(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes):
-        yield f"{where}imports after the first code cell"
+    imports = any(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes)
+    if imports and not in_frame:
+        yield f"{where}imports after `notebook.begin`"
     calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
     draws = any(call.startswith("plotting.") for call in calls - {"plotting.style"})
     described = cell["metadata"].get("mystnb", {})
@@ -66,15 +74,22 @@ def cell_problems(number: int, cell: Cell) -> Iterator[str]:
 def folding_problems(notebook: dict[str, Any]) -> Iterator[str]:
     """A page shows the code that calls or builds a method and folds what prepares and draws."""
     codes = code_cells(notebook)
-    first = ast.walk(ast.parse(code(codes[0])))
+    framed = frame(codes)
+    imported = [
+        node for cell in codes[:framed] for node in ast.walk(ast.parse(code(cell)))
+    ]
     methods = [
         node
-        for node in first
+        for node in imported
         if "moebook.methods" in (getattr(node, "module", "") or "")
     ]
     shown = SHOWN | {
         name.asname or name.name for node in methods for name in node.names
     }
+    # What the page itself defines is there to be seen at work.
+    for cell in codes[framed:]:
+        nodes = ast.walk(ast.parse(code(cell)))
+        shown |= {node.name for node in nodes if isinstance(node, DEFINES)}
     for number, cell in enumerate(codes):
         nodes = list(ast.walk(ast.parse(code(cell))))
         calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
@@ -82,35 +97,38 @@ def folding_problems(notebook: dict[str, Any]) -> Iterator[str]:
             call.startswith(("plotting.", "speed."))
             for call in calls - {"plotting.style"}
         )
-        builds = any(isinstance(node, ast.ClassDef) for node in nodes)
+        builds = any(isinstance(node, DEFINES) for node in nodes)
         teaches = builds or bool(
             {*calls, *(call.partition(".")[0] for call in calls)} & shown
         )
         folded = "hide-input" in cell["metadata"].get("tags", [])
-        if folded == (teaches and not draws and number >= FRAME):
+        if folded == (teaches and not draws and number >= framed):
             yield f"code cell {number} is {'folded' if folded else 'open'}"
 
 
 def notebook_problems(notebook: dict[str, Any]) -> Iterator[str]:
     """Everything that keeps a notebook from being a recipe that tells its story."""
     cells, codes = notebook["cells"], code_cells(notebook)
+    framed = frame(codes)
     for number, cell in enumerate(codes):
-        yield from cell_problems(number, cell)
+        yield from cell_problems(number, cell, number < framed)
     tagged = [
         i
         for i, cell in enumerate(codes)
         if "parameters" in cell["metadata"].get("tags", [])
     ]
-    if tagged != [1]:
-        yield "the second code cell, and no other, is tagged `parameters`"
-    if len(codes) < FRAME or "notebook.begin(" not in code(codes[2]):
-        yield "the third code cell does not call `notebook.begin`"
+    if len(tagged) != 1 or tagged[0] >= framed:
+        yield "one code cell before `notebook.begin`, and no other, is tagged `parameters`"
+    if not 2 <= framed <= 3:
+        yield "neither the second nor the third code cell calls `notebook.begin`"
     if not any(
         code(cell).startswith("# ") for cell in cells if cell["cell_type"] == "markdown"
     ):
         yield "no title"
     positions = [i for i, cell in enumerate(cells) if cell["cell_type"] == "code"]
-    for i in positions[FRAME:]:
+    # The cell that installs the package stands before the frame.
+    installs = len(positions) - len(codes)
+    for i in positions[installs + framed :]:
         neighbours = cells[i - 1 : i] + cells[i + 1 : i + 2]
         if [cell["cell_type"] for cell in neighbours] != ["markdown", "markdown"]:
             yield f"cell {i}: a question before it or a reading after it is missing"
@@ -201,13 +219,13 @@ def test_a_fault_in_a_cell_is_found(source, problem):
 
 def test_plumbing_that_is_open_and_a_method_that_is_folded_are_found():
     layer = "class Layer:\n    pass"
-    notebook = behind_the_frame(
-        "training.fit(model)", layer, "training.fit(model)", layer, "x = 1"
-    )
-    for place in (7, 9):
+    loop = "def train(model):\n    pass"
+    fit = "training.fit(model)"
+    notebook = behind_the_frame(fit, layer, loop, fit, layer, loop, "x = 1")
+    for place in (7, 9, 11):
         notebook["cells"][place]["metadata"] = {"tags": ["hide-input"]}
-    found = [f"code cell {number} is open" for number in (0, 1, 2, 7)]
-    found += ["code cell 3 is folded", "code cell 4 is folded"]
+    found = [f"code cell {number} is open" for number in (0, 1, 2, 9)]
+    found += [f"code cell {number} is folded" for number in (3, 4, 5)]
     assert sorted(folding_problems(notebook)) == sorted(found)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moebook.experiments import esft, pesc, rivals, rocket, router_init, together
-from moebook.experiments.arm import Arm, asked
+from moebook.experiments.arm import Arm, asked, described
 from moebook.experiments.experiment import Experiment, Recorder, Result, Rows
 from moebook.experiments.rates import Rates
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import pandas as pd
 from torch import Tensor, nn
 
 from moebook import lists
@@ -45,10 +46,19 @@ class Arm:
     rate: str = "lr"
     # The notebook's parameters -> what of the recipe is its own: steps of a shorter training.
     recipe: Callable[[Settings], Mapping[str, Any]] = no_changes
+    what: str = ""  # it is, in one line, for the table of arms
 
     def make(self, base: nn.Module, settings: Settings) -> nn.Module:
         """Make a fresh base into this arm's model, ready to train."""
         return self.build(base, self.configure(settings))
+
+
+def described(what: Mapping[str, str], here: Container[str]) -> pd.DataFrame:
+    """Return arms as a table: the name of each, what it is, and whether it is in this run."""
+    lines: dict[str, dict[str, str]] = {}
+    for name, text in what.items():
+        lines[name] = {"what it is": text, "in this run": "yes" if name in here else ""}
+    return pd.DataFrame.from_dict(lines, orient="index").rename_axis("arm")
 
 
 def asked(settings: Settings, known: Mapping[str, Kind]) -> dict[str, Kind]:

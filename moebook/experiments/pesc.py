@@ -99,7 +99,8 @@ def _with_experts(name: str, count: int) -> Arm:
             remedy = f"take 1 to {count}, or leave {name} out of arms"
             yield f"top_k = {settings['top_k']}: {why}; {remedy}"
 
-    return _arm(name, partial(main, experts=count), needs=needs)
+    what = f"sparse with {count} adapters"
+    return _arm(name, partial(main, experts=count), needs=needs, what=what)
 
 
 def _arm(
@@ -112,18 +113,61 @@ def _arm(
 
 
 _EVERY = (
-    _arm("dense", main, dense, needs=_dense_needs),
-    _arm("matched", main, matched, needs=_matched_needs),
-    _arm("wide", wide, needs=_wide_needs),
-    _arm("sparse", main),
+    _arm(
+        "dense",
+        main,
+        dense,
+        needs=_dense_needs,
+        what="the base, fine-tuned without adapters: the paper's Camel",
+    ),
+    _arm(
+        "matched",
+        main,
+        matched,
+        needs=_matched_needs,
+        what="dense with a LoRA so wide that it trains as many weights as sparse",
+    ),
+    _arm(
+        "wide",
+        wide,
+        needs=_wide_needs,
+        what="one adapter as wide as all of sparse's together, used by every token",
+    ),
+    _arm(
+        "sparse",
+        main,
+        what="E adapters, K of them a token: the paper's Camelidae",
+    ),
     _with_experts("experts4", 4),
     _with_experts("experts16", 16),
-    _arm("unbalanced", partial(main, balance="none")),
-    _arm("paper", partial(reading, "paper")),
-    _arm("released", partial(reading, "released")),
+    _arm(
+        "unbalanced",
+        partial(main, balance="none"),
+        what="sparse without the balance loss",
+    ),
+    _arm(
+        "paper",
+        partial(reading, "paper"),
+        what="sparse by the paper's text: both matrices of an adapter start at zero",
+    ),
+    _arm(
+        "released",
+        partial(reading, "released"),
+        what="sparse by the released code: a quarter of the scale when it answers",
+    ),
     # Eq. 6: the host is frozen while adapters, or full experts, train.
-    _arm("adapters", partial(main, host="frozen")),
-    _arm("upcycled", partial(main, host="frozen"), pesc.full_experts, rate="lr_full"),
+    _arm(
+        "adapters",
+        partial(main, host="frozen"),
+        what="adapters and routers train, and nothing of the host",
+    ),
+    _arm(
+        "upcycled",
+        partial(main, host="frozen"),
+        pesc.full_experts,
+        rate="lr_full",
+        what="E full copies of the network train as experts: what adapters approximate",
+    ),
 )
 ARMS: dict[str, Arm] = {each.name: each for each in _EVERY}
 

@@ -7,6 +7,7 @@ and ``moebook run`` refuse the same names and values.
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import hashlib
 import json
@@ -20,14 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moebook import lists, results, runtime
-from moebook.errors import nearest, refuse, shown
+from moebook.errors import Refusal, nearest, refuse, shown
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter, Scalar
+from moebook.results import store
+from moebook.results.intervals import interval
 from moebook.results.runs import Curve, Value, rounded
 from moebook.settings import Presets
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from moebook.results.store import Pool
 
 # MIME types of what no page shows.
 VALUE = "application/vnd.moebook.value+json"
@@ -37,6 +42,19 @@ NOTE = "application/vnd.moebook.note+json"  # a fact about the run: machine, cod
 GLUE = "application/papermill.record/"  # prefix under which {glue} finds any of them, and hides it
 
 Arm = TypeVar("Arm")
+# A value's name, or two names: the first less the second.
+Measure = str | tuple[str, str]
+ABSENT = "–"
+TEXT = 160  # characters of a text that a table's cell shows
+# Unit to how a value of it is told, and a difference of two: the factor, the form.
+TOLD = {
+    "share": (100.0, "{:.1f} %", "{:+.1f} points"),
+    "percent_points": (1.0, "{:+.1f} points", "{:+.1f} points"),
+    "nats": (1.0, "{:.3f} nats", "{:+.3f} nats"),
+    "count": (1.0, "{:,.0f}", "{:+,.0f}"),
+    "bytes": (1e-6, "{:,.1f} MB", "{:+,.1f} MB"),
+    "seconds": (1.0, "{:.3g} s", "{:+.3g} s"),
+}
 
 
 @dataclass
@@ -54,6 +72,7 @@ class Witness:
     # Parameters that a cell set anew.
     changed: dict[str, object] = field(default_factory=dict)
     noted: int = 1  # of the next cell to note
+    recorded: dict[str, Value] = field(default_factory=dict)  # so far, by name
 
     def look(self) -> None:
         """Remember the parameters that have another value than `begin` checked."""
@@ -91,11 +110,64 @@ class Run:
 
     tier: str
     witness: Witness = field(default_factory=lambda: Witness({}, {}, ()))
+    declared: Mapping[str, Parameter] = field(default_factory=dict)
 
     @property
     def settings(self) -> Mapping[str, Scalar]:
         """The notebook's parameters by name, as `begin` checked them."""
         return self.witness.parameters
+
+    def parameters(self, *names: str) -> pd.DataFrame:
+        """Show parameters as a table: the value of each in this run, and what it does."""
+        import pandas as pd
+
+        lines: dict[str, dict[str, object]] = {}
+        for name in names:
+            parameter = self.declared[name]
+            help_and_rule = f"{parameter.help} {parameter.rule}".strip()
+            lines[name] = {"value": self.settings[name], "what it does": help_and_rule}
+        return pd.DataFrame.from_dict(lines, orient="index").rename_axis("parameter")
+
+    def beside(self, measures: Mapping[str, Measure]) -> pd.DataFrame | str:
+        """Put this run's values beside those of the recorded runs on the same base.
+
+        ``measures`` are a line's text to what it shows. Of several studies on that base one that
+        decides claims counts, and of these the one with most seeds, each line by itself; intervals
+        at 95 % are over seeds and test rows. No part of the run: where no recorded run can be
+        read, it says why instead.
+        """
+        import pandas as pd
+
+        try:
+            lines = {text: self._beside(measure) for text, measure in measures.items()}
+        except Refusal as refusal:
+            return f"The recorded runs cannot be shown: {refusal.message}"
+        return pd.DataFrame.from_dict(lines, orient="index")
+
+    def _beside(self, measure: Measure) -> dict[str, object]:
+        """Return a line: this run's value, the recorded runs' mean and interval, their seeds."""
+        names = (measure,) if isinstance(measure, str) else measure
+        mine = [self.witness.recorded.get(name) for name in names]
+        here = [value for value in mine if value]
+        line: dict[str, object] = dict.fromkeys(
+            ("this run", "recorded runs", "95 % from", "to", "seeds", "study"), ABSENT
+        )
+        if len(here) == len(names):
+            first, *rest = here
+            number = first.value - sum(value.value for value in rest)
+            line["this run"] = _told(number, first.unit, is_difference=bool(rest))
+        pool = _recorded(names, str(self.settings.get("base", "")))
+        if pool is None:
+            return line
+
+        effects = pool.effects(names[0], names[1] if len(names) > 1 else None)
+        unit = next(iter(pool.values(names[0]).values())).unit
+        told = functools.partial(_told, unit=unit, is_difference=len(names) > 1)
+        line["recorded runs"] = told(effects.mean())
+        ends = interval(effects)
+        if ends:
+            line["95 % from"], line["to"] = map(told, ends)
+        return line | {"seeds": len(effects), "study": pool.protocol}
 
     def arms(self, text: str, known: Mapping[str, Arm]) -> dict[str, Arm]:
         """Return the known arms that ``text``, the parameter ``arms``, names, and note them."""
@@ -130,6 +202,7 @@ class Run:
         self.witness.note()
         numbers = None if items is None else rounded(items)
         measured = Value(name, float(value), unit, numbers)
+        self.witness.recorded[name] = measured
         text = repr(measured.value)
         _leave(name, {VALUE: results.plain(measured), f"{GLUE}text/plain": text})
 
@@ -196,7 +269,45 @@ def begin(cells: Sequence[str], names: MutableMapping[str, Any]) -> Run:
         drawing.style()
     # transformers' Trainer looks for garbage after each fit; it need not among the imports.
     gc.freeze()
-    return Run(names["tier"], witness)
+    return Run(names["tier"], witness, declared)
+
+
+def _told(number: float, unit: str, *, is_difference: bool) -> str:
+    """Write a number with its unit, as a reader says it: 0.239 as 23.9 %."""
+    factor, plain, signed = TOLD.get(unit, (1.0, "{:.3g}", "{:+.3g}"))
+    form = signed if is_difference else plain
+    return form.format(factor * float(number))
+
+
+def _recorded(names: Sequence[str], base: str) -> Pool | None:
+    """Find the pool on a base that speaks for values of all names; None without one.
+
+    Those that decide claims come before exploratory ones, and of these the one with most seeds.
+    """
+    notebook, _, _ = names[0].partition("/")
+    best: Pool | None = None
+    rank_of_best = (False, 0)
+    for pool, decides in _pools(notebook, results.root()):
+        if str(pool.runs[0].settings.get("base", "")) != base:
+            continue
+        seeds = len(pool.having(*names))
+        if seeds and (decides, seeds) > rank_of_best:
+            best = pool
+            rank_of_best = (decides, seeds)
+    return best
+
+
+@functools.cache
+def _pools(notebook: str, folder: Path) -> list[tuple[Pool, bool]]:
+    """Read a notebook's recorded runs, once, and whether a pool's protocol decides any claim."""
+    from moebook.notebook import sources
+
+    source = sources.find(folder, notebook)
+    pools: list[tuple[Pool, bool]] = []
+    for protocol, pool in store.pools(notebook, folder).items():
+        decides = protocol in source.protocols and bool(source.decides(protocol))
+        pools.append((pool, decides))
+    return pools
 
 
 def _checked(
@@ -266,6 +377,7 @@ def _show_tables() -> None:
     shell = get_ipython()
     if shell is None:
         return
+    pd.set_option("display.max_colwidth", TEXT)
     formatters = shell.display_formatter.formatters
     for kind in (dict, pd.Series, Presets):
         formatters["text/html"].for_type(kind, table)

@@ -74,10 +74,12 @@ def here(project, monkeypatch):
 
     def run(name, settings):
         cells = json.loads(NOTEBOOKS[name].path.read_text())["cells"]
-        code = [
-            "".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"
-        ]
-        code.insert(3, f"# Parameters\n{PythonTranslator.codify(settings)}")
+        code = []
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                code.append("".join(cell["source"]))
+            if "parameters" in cell["metadata"].get("tags", []):
+                code.append(f"# Parameters\n{PythonTranslator.codify(settings)}")
         names = {"In": []}
         for source in code:
             names["In"].append(source)
