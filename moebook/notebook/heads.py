@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from moebook import results
+import numpy as np
+
+from moebook import lists, results
 from moebook.errors import refuse
 from moebook.notebook import sources, study
 from moebook.notebook.sources import duration
@@ -51,7 +53,7 @@ def read(folder: Path) -> list[Design]:
                 continue
             told, pool = notebook.facts(protocol), pools.get(protocol)
             facts = {fact: text for fact, text in told.items() if fact in DECIDED}
-            facts |= _computed(facts, pools, protocol)
+            facts |= _computed(facts, pools, protocol, folder)
             facts |= _departures(folder, notebook, protocol, pool)
             arms = str(notebook.settings(protocol).get("arms", "")).split(",")
             every.append(
@@ -108,20 +110,39 @@ def _departures(
         changes = _changes(before, path.read_text(encoding="utf-8"))
         if changes:
             found["Changed after its first run"] = ", ".join(changes)
+        planned_arms = _told(before).get("arms", notebook.defaults.get("arms", ""))
+        if more_arms := _added(pool, str(planned_arms)):
+            found["Arms added later"] = ", ".join(more_arms)
     return found
+
+
+def _added(pool: Pool, planned: str) -> list[str]:
+    """Name the arms of a pool that its file did not name before the first run."""
+    if planned == lists.ALL:
+        return []
+    arms = {arm for run in pool.runs for arm in run.arms}
+    return sorted(arms.difference(planned.split(",")))
 
 
 def _changes(before: str, now: str) -> list[str]:
     """Name the facts and parameters of a protocol that its file says otherwise than before."""
+    then, since = _told(before), _told(now)
+    names = then.keys() | since.keys()
+    return sorted(name for name in names if then.get(name) != since.get(name))
 
-    def told(text: str) -> dict[str, str]:
-        lines = (line.lstrip("# ") for line in text.splitlines())
-        pairs = (line.split(": ", 1) for line in lines if ": " in line)
-        names = (*DECIDED, "Decides")
-        return {k: v for k, v in pairs if k in names or re.fullmatch(r"[a-z_]+", k)}
 
-    then, since = told(before), told(now)
-    return sorted(k for k in then.keys() | since.keys() if then.get(k) != since.get(k))
+def _told(text: str) -> dict[str, str]:
+    """Return the facts that a protocol's head says, and its parameters, by name.
+
+    A fact that stands on several lines, as ``Decides`` may, is all of them.
+    """
+    told: dict[str, str] = {}
+    for line in text.splitlines():
+        remark = line.startswith("#")
+        name, colon, value = line.lstrip("# ").partition(": ")
+        if colon and (not remark or name in (*DECIDED, "Decides")):
+            told[name] = f"{told[name]}, {value}" if name in told else value
+    return told
 
 
 def filled(prose: str, pools: Mapping[str, Pool], protocol: str) -> str:
@@ -161,6 +182,25 @@ def filled(prose: str, pools: Mapping[str, Pool], protocol: str) -> str:
     return _EFFECT.sub(written, prose)
 
 
+def _on_record(
+    facts: Mapping[str, str], pools: Mapping[str, Pool], folder: Path
+) -> np.ndarray | None:
+    """Return the effects on record by whose spread a design is simulated; None without a pool.
+
+    ``Spread on record: nano`` is the primary measure in another pool of the notebook. Where no pool
+    has its arms another measure stands in for it, behind a colon, and where another notebook has
+    that, its name before the pool's: ``rivals/fresh: a less b``.
+    """
+    where, _, measure = facts[SPREAD].partition(": ")
+    notebook, _, protocol = where.rpartition("/")
+    if notebook:
+        pools = store.pools(notebook, folder)
+    if (pool := pools.get(protocol)) is None:
+        return None
+    value, other = (measure or facts[PRIMARY]).split(" less ")
+    return pool.effects(value, _reference(other))
+
+
 def _reference(text: str) -> store.Reference:
     """Read what stands behind "less": a value's name, several whose mean is meant, or a number."""
     if " and " in text:
@@ -169,17 +209,16 @@ def _reference(text: str) -> store.Reference:
 
 
 def _computed(
-    facts: Mapping[str, str], pools: Mapping[str, Pool], protocol: str
+    facts: Mapping[str, str], pools: Mapping[str, Pool], protocol: str, folder: Path
 ) -> dict[str, str]:
     """What follows from a head's facts and the pools: the chance to see the effect; what was seen.
 
-    The chance is simulated from the spread of the pool on record.
+    The chance is simulated from the spread on record.
     """
     found, measure, ran = dict[str, str](), facts.get(PRIMARY, ""), pools.get(protocol)
-    if {*facts} >= {*DECIDED[:4]} and (pool := pools.get(facts[SPREAD])):
-        value, other = measure.split(" less ")
+    effects = _on_record(facts, pools, folder) if {*facts} >= {*DECIDED[:4]} else None
+    if effects is not None:
         number, items = len(study.seeds(facts[SEEDS])), int(facts.get(ROWS, 0))
-        effects = pool.effects(value, _reference(other))
         seen = partial(sees, effects, float(facts[SMALLEST]), items=items)
         said, had = (
             f"{seen(number):.0%} with {number} seeds",
