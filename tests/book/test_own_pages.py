@@ -1,0 +1,173 @@
+"""The pages "On your own model": every block runs, in order, in a folder with a stranger's inputs.
+
+MOEBOOK_OWN names a folder with inputs of yours, under the names of book/own.md, in place of ours.
+"""
+
+import os
+import re
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from lm_eval.tasks import TaskManager
+from transformers import AutoModelForCausalLM
+
+from moebook import data, models
+from moebook.evaluation import harness
+from moebook.methods import pesc, rocket
+from tests.book import own
+
+BOOK = Path(__file__).resolve().parents[2] / "book"
+PAGES = sorted(path.stem for path in BOOK.glob("own_*.md"))
+FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LONGEST = 14  # lines of a block
+INPUTS = "my-model my-moe my-loras train.jsonl test.jsonl hub-data".split()
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:W-BASE", "ignore::DeprecationWarning", "ignore:W-LONG"
+)
+
+
+@cache
+def arc_alone():
+    """Index one benchmark instead of all, which takes half a minute."""
+    place = Path(harness.evaluator.__file__).parent / "tasks" / "arc"
+    return TaskManager(include_path=[place], include_defaults=False)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder with what the blocks expect: tiny and ours, or the user's."""
+    if os.environ.get("MOEBOOK_OWN"):
+        return Path(os.environ["MOEBOOK_OWN"])
+    folder = tmp_path_factory.mktemp("own")
+    own.make(folder)
+    return folder
+
+
+@pytest.fixture
+def place(inputs, tmp_path, monkeypatch):
+    """An empty folder with those inputs in it, where the blocks run and write."""
+    for name in INPUTS:
+        if (inputs / name).exists():
+            (tmp_path / name).symlink_to(inputs / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def blocks(page):
+    """Return the blocks of a page, each with the line where it begins."""
+    text = (BOOK / f"{page}.md").read_text(encoding="utf-8")
+    found = []
+    for match in FENCE.finditer(text):
+        found.append((text.count("\n", 0, match.start(1)), match[1]))
+    return found
+
+
+def run(page):
+    """Run a page's blocks in order, and return the names that they leave."""
+    names = {"__name__": page}
+    for line, block in blocks(page):
+        code = compile("\n" * line + block, str(BOOK / f"{page}.md"), "exec")
+        exec(code, names)
+    return names
+
+
+def test_there_is_a_page_a_journey_of_short_blocks_that_ends_alike_and_is_in_the_book():
+    assert len(PAGES) == 7
+    toc = (BOOK / "_toc.yml").read_text()
+    first = (BOOK / "own.md").read_text()
+    for page in PAGES:
+        text = (BOOK / f"{page}.md").read_text()
+        headings = re.findall("^## (.*)", text, re.MULTILINE)
+        assert headings == ["What to expect", "What goes wrong"], page
+        assert f"- file: {page}\n" in toc and f"]({page}.md)" in first
+        for _, block in blocks(page):
+            assert 1 <= len(block.splitlines()) <= LONGEST, block
+
+
+def test_every_refusal_that_a_page_names_is_one_of_the_package():
+    sources = [path.read_text() for path in (BOOK.parent / "moebook").rglob("*.py")]
+    known = set(re.findall(r"\bE-[A-Z]+\b", "".join(sources)))
+    for page in PAGES:
+        named = set(re.findall(r"\bE-[A-Z]+\b", (BOOK / f"{page}.md").read_text()))
+        assert named and named <= known, page
+
+
+def test_a_dense_model_is_crafted_trained_saved_loaded_and_asked(place):
+    names = run("own_pesc")
+    assert pesc.adapter_norm(names["model"]) > 0
+    assert names["answer"].shape[1] > names["ids"].shape[1]
+
+
+def test_a_dense_model_is_upcycled_and_exported(place):
+    names = run("own_upcycling")
+    if not os.environ.get("MOEBOOK_OWN"):
+        assert names["exported"].config.model_type == "mixtral"
+    ids = torch.tensor([[5, 6, 7, 8]])
+    loaded, _ = models.load("my-mixtral")
+    ours = names["model"].eval()(input_ids=ids).logits
+    for theirs in (names["exported"].eval(), loaded):
+        torch.testing.assert_close(
+            theirs(input_ids=ids).logits, ours, rtol=1e-3, atol=1e-4
+        )
+
+
+def test_experts_are_chosen_trained_and_merged_for_everybodys_tools(place):
+    names = run("own_esft")
+    base = models.load("my-moe")[0].state_dict()
+    merged = AutoModelForCausalLM.from_pretrained("my-merged").state_dict()
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert changed and all(".experts." in name for name in changed)
+    chosen = names["selection"].experts
+    assert {int(re.search(r"layers\.(\d+)", name)[1]) for name in changed} == set(
+        chosen
+    )
+    restored = names["base"].state_dict()
+    assert all(torch.equal(base[name], restored[name]) for name in base)
+
+
+def test_a_strangers_loras_are_chosen_and_mixed(place):
+    names = run("own_rocket")
+    assert len(names["chosen"].experts) == 2
+    again = rocket.load(models.load("my-model")[0], "my-mixture")
+    assert len(rocket.mixture.trained(again)) > 0
+    assert names["tuned"].cost.forward > 0
+
+
+def test_the_kernels_compute_what_your_mixture_does(place):
+    names = run("own_kernels")
+    torch.testing.assert_close(names["after"], names["before"], rtol=1e-4, atol=1e-5)
+    assert names["x"].grad.isfinite().all()
+
+
+def test_a_model_is_evaluated_on_your_rows_beside_lm_evals(place, monkeypatch):
+    monkeypatch.setattr(harness, "_index", arc_alone)
+    table = run("own_evaluation")["table"]
+    assert set(table.asked) == {"own_test", "arc_easy"}
+    if not os.environ.get("MOEBOOK_OWN"):
+        assert table.groupby("asked").size().to_dict() == {
+            "own_test": 12,
+            "arc_easy": 1,
+        }
+
+
+def test_a_run_is_planned_without_a_weight(place, capsys):
+    (place / "my-model").unlink()
+    shutil.copytree(BOOK.parent / "moebook" / "models" / "nano", place / "my-model")
+    for file in (place / "my-model").glob("*.safetensors"):
+        file.unlink()
+    names = run("own_plan")
+    assert names["plan"].fits and names["plan"].dollars > 0
+    lines = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    trained = {name: int(line.split()[0]) for name, line in lines.items()}
+    assert trained["lora"] < trained["pesc"] < trained["full"]
+
+
+def test_the_form_that_the_pages_ask_in_is_that_of_training(place):
+    row = {"prompt": "a", "answer": "b"}
+    _, tokenizer = models.load("my-model")
+    ids = data.encode([row], tokenizer)["input_ids"][0]
+    text = tokenizer.decode(ids)
+    assert data.encoding.camel("a", "")[0] in text
