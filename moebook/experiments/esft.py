@@ -45,6 +45,7 @@ def _needs(
     settings: Settings, arms: list[str], every: list[str], device: torch.device | None
 ) -> Iterator[str]:
     yield from rates.needs(settings, arms, every)
+    yield from _steps(settings)
     targets = ",".join(name.partition(":")[0] for name in settings["tasks"].split(","))
     yield from needs.named({"tasks": targets})
     for parameter in ("tasks", *LISTS):
@@ -58,4 +59,34 @@ def _needs(
         if name in tests:
             why = "tasks tests it too, and what is forgotten is measured on other tasks"
             yield f"general lists {name!r}: {why}; take it out of one of the two"
+    yield from _alignment(settings)
     yield from needs.optimizer(settings, device)
+
+
+def _steps(settings: Settings) -> Iterator[str]:
+    """Complain about trainings whose only step is that of the warm-up, more tests than steps."""
+    yield from needs.more_than_a_step(settings, "steps")
+    if settings["rates"] and settings["steps"] == 2:
+        why = "a trial of rates takes half of them, and its only step is that of the warm-up"
+        yield f"steps = 2: {why}, at rate 0; take 3 or more, or no rates"
+    if settings["align_steps"]:
+        yield from needs.more_than_a_step(settings, "align_steps")
+    if settings["checkpoints"] > settings["steps"]:
+        why = f"a training has steps = {settings['steps']}"
+        remedy = f"take 0 to {settings['steps']}"
+        yield f"checkpoints = {settings['checkpoints']}: {why}; {remedy}"
+
+
+def _alignment(settings: Settings) -> Iterator[str]:
+    """Complain where a task's mix needs more alignment rows than there are."""
+    names = settings["alignment"].split(",")
+    if not all(map(tasks.known, names)):  # sets of the hub, of any size
+        return
+    have = sum(needs.drawn(settings, names).values())
+    share = settings["alignment_share"]
+    for name, count in needs.drawn(settings, tested(settings)).items():
+        wanted = round(count * share / (1 - share))
+        if wanted > have:
+            why = f"{count} rows of {name} need {wanted:,} alignment rows beside them"
+            remedy = f"take {have / (have + count):.2g} or less, or name more sets in alignment"
+            yield f"alignment_share = {share:g}: {why}, and alignment has {have:,}; {remedy}"

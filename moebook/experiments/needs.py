@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
+
 import torch
 
 from moebook.data import tasks
-from moebook.errors import nearest
+from moebook.errors import Refusal, nearest
 from moebook.experiments.arm import Complaints, Settings, complaint
+from moebook.training.recipe import Recipe
+
+WARMUP = Recipe().warmup  # where a notebook has no such parameter
 
 
 def embedded_tasks(parameter: str, text: str) -> Complaints:
@@ -46,8 +52,42 @@ def optimizer(settings: Settings, device: torch.device | None) -> Complaints:
         yield f"optimizer = {wanted!r}: it needs a GPU, and this run is on the CPU; take adamw"
 
 
-def more_than_a_step(settings: Settings) -> Complaints:
-    """Complain about a training whose only step is that of the warm-up."""
-    if settings["steps"] == 1 and settings["warmup"] > 0:
-        why = "the only step is that of the warm-up, at rate 0, so nothing is trained"
-        yield f"steps = 1: {why}; take 2 or more, or warmup = 0"
+def more_than_a_step(
+    settings: Settings, parameter: str, *, of: str = "", part: int = 1
+) -> Complaints:
+    """Complain about a training whose only step is that of the warm-up.
+
+    The parameter holds its steps, or ``part`` times as many, of which it makes a part, rounded
+    down; ``of`` says whose training it is.
+    """
+    if settings[parameter] // part > 1 or settings.get("warmup", WARMUP) == 0:
+        return
+    why = f"the only step{of} is that of the warm-up, at rate 0, so nothing is trained"
+    remedy = f"take {2 * part} or more"
+    if "warmup" in settings:
+        remedy += ", or warmup = 0"
+    yield f"{parameter} = {settings[parameter]}: {why}; {remedy}"
+
+
+def training_split(settings: Settings) -> str:
+    """Return the split that embedded training rows come from, beside the test rows."""
+    return "train" if settings["test_split"] == "test" else "rest"
+
+
+def available(settings: Settings, names: Iterable[str]) -> dict[str, int]:
+    """Return how many training rows each task among ``names`` has.
+
+    Left out are sets of the hub, and what cannot be read, of which others complain.
+    """
+    split = training_split(settings)
+    counts: dict[str, int] = {}
+    for name in filter(tasks.known, names):
+        with suppress(Refusal):
+            counts[name] = tasks.find(name).available(split)
+    return counts
+
+
+def drawn(settings: Settings, names: Iterable[str]) -> dict[str, int]:
+    """Return how many of these rows are drawn, by task."""
+    most = settings["rows_per_task"]
+    return {name: min(most, have) for name, have in available(settings, names).items()}

@@ -190,7 +190,7 @@ def _shared_needs(
     if settings["top_k"] > experts:
         yield f"top_k = {settings['top_k']}: expected 1 to {experts}, since experts = {experts}"
     yield from rates.needs(settings, arms, ARMS)
-    yield from needs.more_than_a_step(settings)
+    yield from needs.more_than_a_step(settings, "steps")
     if settings["mix"] == "embedded":
         yield from needs.embedded_tasks("tasks", settings["tasks"])
     yield from needs.named({"tasks": settings["tasks"]})
@@ -202,7 +202,7 @@ def rows(settings: Settings) -> Rows:
     """Draw the rows, the same in all runs, whatever the seed; none held out is trained on."""
     names = settings["tasks"].split(",")
     if settings["mix"] == "embedded":
-        split = "train" if settings["test_split"] == "test" else "rest"
+        split = needs.training_split(settings)
         train = data.draw(names, split, settings["rows_per_task"])
         held_out = data.draw(names, settings["test_split"], settings["test_rows"])
         valid = data.draw(names, "validation", settings["valid_rows"])

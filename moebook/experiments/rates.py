@@ -10,6 +10,7 @@ import pandas as pd
 
 from moebook import lists
 from moebook.experiments.arm import Arm, Complaints, Settings, complaint
+from moebook.experiments.needs import more_than_a_step
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,5 @@ def needs(
         yield f"fixed_rates = {fixed_rates!r} has no rate for {', '.join(lacking)}: add {more}"
     if at_least_one and not grid:
         yield "rates is empty: give one learning rate or more, as in 0.001,0.003"
-    if len(grid) > 1 and settings.get("rate_steps") == 1 and settings["warmup"] > 0:
-        why = "the only step of a trial is that of the warm-up, at rate 0, so all rates tie"
-        yield f"rate_steps = 1: {why}; take 2 or more"
+    if grid and "rate_steps" in settings:
+        yield from more_than_a_step(settings, "rate_steps", of=" of a trial")

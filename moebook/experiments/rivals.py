@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from moebook.experiments import rates
+from moebook.errors import Refusal, refuse
+from moebook.experiments import needs, rates
 from moebook.experiments.arm import Settings, asked, complaint, refuse_complaints
-from moebook.experiments.rocket import bank_size, on_a_bank
+from moebook.experiments.rocket import members, on_a_bank
 from moebook.methods import rocket
 from moebook.methods.rivals import table
 from moebook.methods.rocket.bank import SOURCES
@@ -20,15 +21,18 @@ BEYOND = 2  # evaluations above the LoRAs' number that LoRAHub's search takes at
 def known(settings: Settings) -> dict[str, table.Arm]:
     """Return all arms by name; of a bank whose size a folder tells, as if it were the paper's."""
     names = ("rate", "searches", "experts", "top_k")
-    size = bank_size(settings) or len(SOURCES)
-    return table.arms(size, **{name: settings[name] for name in names})
+    bank = members(settings) or SOURCES
+    return table.arms(len(bank), **{name: settings[name] for name in names})
 
 
 def check(
     settings: Settings, device: torch.device | None = None
 ) -> dict[str, table.Arm]:
     """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE)."""
-    every = known(settings)
+    try:
+        every = known(settings)
+    except Refusal as refusal:  # which arms there are these sizes say
+        refuse("E-RANGE", refusal.message)
     arms = asked(settings, every)
     refuse_complaints(_needs(settings, arms, every))
     return arms
@@ -41,11 +45,22 @@ def _needs(
     yield from on_a_bank(settings)
     sizes = {name: settings[name] for name in SIZES}
     yield from complaint("", lambda: rocket.Config.preset("fixed", **sizes))
+    if any(arm.rated for arm in arms.values()):
+        yield from needs.more_than_a_step(settings, "steps")
+    if any(arm.rival == "phatgoose" for arm in arms.values()):
+        yield from needs.more_than_a_step(settings, "gate_steps", of=" of a gate")
+    bank = members(settings)
     searches = settings["searches"]
     for name, arm in arms.items():
-        size = settings["experts"] if arm.bank == "chosen" else bank_size(settings)
-        if arm.rival == "lorahub" and size and searches < size + BEYOND:
-            least = (
-                f"the search of {name} over {size} LoRAs takes {size + BEYOND} at least"
-            )
+        if arm.rival != "lorahub":
+            continue
+        if arm.bank == "chosen":
+            size, parameter = settings["experts"], "experts"
+        elif bank:
+            size, parameter = len(bank), "members"
+        else:  # a folder alone tells
+            continue
+        if searches < size + BEYOND:
+            over = f"{size} LoRAs ({parameter} = {settings[parameter]!r})"
+            least = f"the search of {name} over {over} takes {size + BEYOND} at least"
             yield f"searches = {searches}: {least}; give more, or leave {name} out of arms"

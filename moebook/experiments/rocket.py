@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
+from moebook import lists
 from moebook.data import tasks
 from moebook.errors import Refusal, nearest, refuse
 from moebook.experiments import needs, rates
@@ -32,15 +34,22 @@ def check(
     except Refusal as refusal:  # which arms there are these sizes say
         refuse("E-RANGE", refusal.message)
     arms = asked(settings, every)
-    refuse_complaints(_needs(settings, list(arms), list(every), device))
+    refuse_complaints(_needs(settings, arms, list(every), device))
     return arms
 
 
 def _needs(
-    settings: Settings, arms: list[str], every: list[str], device: torch.device | None
+    settings: Settings,
+    arms: Mapping[str, Arm | None],
+    every: list[str],
+    device: torch.device | None,
 ) -> Iterator[str]:
     yield from rates.needs(settings, arms, every, at_least_one=True)
     yield from on_a_bank(settings)
+    yield from _steps(settings, arms)
+    if settings["retrain"] and not settings["bank_folder"]:
+        bank = members(settings) or []
+        yield from complaint("", lists.listed, "retrain", settings["retrain"], bank)
     rank = rocket.bank.RECIPE["rank"]
     if (
         "expert_lora" in arms
@@ -53,7 +62,7 @@ def _needs(
     if "data_by_hull" in arms and settings["shots"] < least:
         why = f"data_by_hull takes open rows in the hull of the shots, which takes {least}"
         yield f"shots = {settings['shots']}: {why}; give more, or leave data_by_hull out of arms"
-    several = len(settings["rates"].split(",")) > 1
+    several = len(_grid(settings)) > 1
     if "expert_lora" in arms and several and settings["source"] == "embedded":
         for name, count in annotated(settings).items():
             if settings["valid_rows"] >= count:
@@ -62,9 +71,39 @@ def _needs(
     yield from needs.optimizer(settings, device)
 
 
+def _grid(settings: Settings) -> list[float]:
+    """Return the rates that are tried; none where they cannot be read, which is told elsewhere."""
+    try:
+        return lists.rates("rates", settings["rates"])
+    except Refusal:
+        return []
+
+
+def _steps(settings: Settings, arms: Mapping[str, Arm | None]) -> Iterator[str]:
+    """Complain about arms whose only step is that of the warm-up."""
+    if not settings["epochs"]:
+        if any(name != "expert_lora" for name in arms):
+            yield from needs.more_than_a_step(settings, "steps")
+        if "perplexity" in arms and settings["steps"] > 1:
+            half = " of perplexity, half of them,"
+            yield from needs.more_than_a_step(settings, "steps", of=half, part=2)
+        return
+    for name, arm in arms.items():
+        if name == "expert_lora":
+            continue
+        rows = settings["shots"]
+        if arm:
+            rows = arm.config.shots + arm.config.budget * arm.open_data
+        steps = settings["epochs"] * math.ceil(rows / settings["batch"])
+        if steps == 1:
+            why = f"{name} has at most {rows} rows, so one step, that of the warm-up, at rate 0"
+            remedy = f"take 2 or more, or a batch below {rows}"
+            yield f"epochs = 1 and batch = {settings['batch']}: {why}; {remedy}"
+
+
 def annotated(settings: Settings) -> dict[str, int]:
     """Return how many annotated rows embedded targets have, by name."""
-    split = "train" if settings["test_split"] == "test" else "rest"
+    split = needs.training_split(settings)
     names = settings["targets"].split(",")
     return {
         name: tasks.find(name).available(split) for name in names if name in tasks.KNOWN
@@ -81,27 +120,48 @@ def on_a_bank(settings: Settings) -> Iterator[str]:
                 why = "source = 'embedded' has embedded tasks alone"
                 yield f"targets lists {name!r}: {why}: {nearest(name, tasks.KNOWN)}"
         for name, count in annotated(settings).items():
-            if settings["shots"] > count:
-                why = f"{name} has {count} annotated rows"
-                yield f"shots = {settings['shots']}: {why}; take 1 to {count}"
+            if settings["shots"] >= count:
+                why = (
+                    f"{name} has {count} annotated rows, and one at least judges rates"
+                )
+                yield f"shots = {settings['shots']}: {why}; take 1 to {count - 1}"
     benchmarks = settings["benchmarks"].split(",") if settings["benchmarks"] else []
     yield from complaint("", rocket.pipeline.tested, names, benchmarks)
-    size = bank_size(settings)
     if settings["members"]:
         yield from needs.named({"members": settings["members"]})
-        if size == 1:
-            why = "there is nothing to choose from"
-            yield f"members = {settings['members']!r}: {why}; name two LoRAs or more"
-    if size and settings["candidates"] > size:
-        have = "members lists" if settings["members"] else "the shipped bank holds"
-        yield f"candidates = {settings['candidates']}: {have} {size}; take {size} or less"
+    if settings["members"] and not settings["bank_folder"]:
+        shipped = rocket.bank.EMBEDDED
+        yield from complaint("", lists.listed, "members", settings["members"], shipped)
+    yield from _choice(settings)
     encoder = settings["encoder"]
     if encoder.startswith(("/", "./", "~")) and not Path(encoder).expanduser().exists():
         yield f"encoder = {encoder!r}: there is no such folder; take minilm, or org/name@commit"
 
 
-def bank_size(settings: Settings) -> int | None:
-    """Return how many LoRAs a notebook works with; None where a folder alone tells."""
+def _choice(settings: Settings) -> Iterator[str]:
+    """Complain about a bank with fewer LoRAs than are to be chosen from for a target.
+
+    A LoRA of the target's own task is left out there: it has seen the rows.
+    """
+    bank = members(settings)
+    if bank is None:
+        return
+    where = "members lists" if settings["members"] else "the shipped bank holds"
+    for target in settings["targets"].split(","):
+        size = len([name for name in bank if name != target])
+        seen = ""
+        if target in bank:
+            seen = f", of which {target}'s has seen the rows of the target {target}"
+        if size < 2:
+            why = f"there is nothing to choose from{seen}"
+            yield f"members = {settings['members']!r}: {why}; name two LoRAs or more"
+        elif settings["candidates"] > size:
+            have = f"{where} {len(bank)}{seen}"
+            yield f"candidates = {settings['candidates']}: {have}; take {size} or less"
+
+
+def members(settings: Settings) -> list[str] | None:
+    """Return the names of the LoRAs that a notebook works with; None where a folder tells."""
     if settings["members"]:
-        return len(settings["members"].split(","))
-    return None if settings["bank_folder"] else len(rocket.bank.EMBEDDED)
+        return list(settings["members"].split(","))
+    return None if settings["bank_folder"] else list(rocket.bank.EMBEDDED)

@@ -5,6 +5,7 @@ What of an arm follows from the parameters (its steps, when it is tested) `upcyc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ AREAS = (
     "text",
 )
 PAIR = ("code", "mathematics")  # the domains of which TRSU makes an expert each
+CLUSTERED = ("crsu", "ffn_input")  # starts at centroids of clusters
 
 
 def plan(settings: Settings) -> dict[str, upcycling.config.Arm]:
@@ -73,18 +75,55 @@ def _recipe(name: str, settings: Settings) -> dict[str, Any]:
 
 
 def _needs(name: str, settings: Settings) -> Complaints:
-    """Complain where a domain has no rows whose tokens an arm's routers start from."""
-    start = plan(settings)[name].start
-    domains = {"trsu": PAIR, "trsu3": AREAS}.get(start, ())
+    """Complain where an arm has a single step, or too few rows or tokens for its routers."""
+    planned = plan(settings)[name]
+    leave = f"or leave {name} out of arms"
+    if planned.laboratory:
+        quarter = f" of {name}, a quarter of them,"
+        yield from needs.more_than_a_step(settings, "steps", of=quarter, part=4)
+    domains = {"trsu": PAIR, "trsu3": AREAS}.get(planned.start, ())
+    if domains or planned.start in CLUSTERED:
+        least = planned.experts // max(1, len(domains))
+        if settings["kept_tokens"] < least:
+            why = f"{name} starts experts at centroids of {least} tokens or more"
+            remedy = f"take {least} or more, {leave}"
+            yield f"kept_tokens = {settings['kept_tokens']}: {why}; {remedy}"
     if own.is_file(settings["mix"]):
         with suppress(Refusal):  # of which `needs.files` complains
             yield from _lacks(name, domains, tasks.find(settings["mix"]))
     if settings["mix"] != "embedded":  # whose rows have all domains, whatever is tested
         return
+    rows = _rows_by_domain(settings)
+    if planned.start in upcycling.MODES and planned.experts > len(_listed(settings)):
+        why = f"{name} deals the tasks out to {planned.experts} experts"
+        count = len(_listed(settings))
+        yield f"{count} tasks in {_lists()}: {why}; name more, {leave}"
     for domain in domains:
-        if not settings[f"tasks_{domain}"]:
+        if not rows.get(domain):
+            text = settings[f"tasks_{domain}"]
             why = f"{name} starts experts from the rows of {', '.join(domains)}"
-            yield f"tasks_{domain} is empty: {why}; name a task, or leave {name} out of arms"
+            remedy = f"name a task of that domain, {leave}"
+            yield f"tasks_{domain} = {text!r} has no rows of {domain}: {why}; {remedy}"
+
+
+def _lists() -> str:
+    """Name the parameters that list tasks."""
+    return ", ".join(f"tasks_{area}" for area in AREAS)
+
+
+def _rows_by_domain(settings: Settings) -> dict[str, int]:
+    """Return how many training rows each domain of the paper has, at most."""
+    rows: dict[str, int] = {}
+    for name, count in needs.drawn(settings, _listed(settings)).items():
+        task = tasks.find(name)
+        split = needs.training_split(settings)
+        domains = {task.domain}
+        if not task.shipped:  # each row of a user's file has a domain of its own
+            domains = {item.domain for item in task.items(split)}
+        for domain in domains:
+            area = domain if domain in AREAS else "text"
+            rows[area] = rows.get(area, 0) + count
+    return rows
 
 
 def _lacks(name: str, domains: Iterable[str], task: tasks.Task) -> Complaints:
@@ -130,14 +169,31 @@ def _shared_needs(
     tested = {f"tasks_{area}": settings[f"tasks_{area}"] for area in AREAS}
     tested = {parameter: text for parameter, text in tested.items() if text}
     if not tested:
-        names = ", ".join(f"tasks_{area}" for area in AREAS)
-        yield f"{names} are empty: nothing would be trained on or tested; name a task in one"
+        why = "nothing would be trained on or tested"
+        yield f"{_lists()} are empty: {why}; name a task in one"
     if settings["mix"] == "embedded":
         for parameter, text in tested.items():
             yield from needs.embedded_tasks(parameter, text)
+        yield from _hardest(settings)
     yield from needs.named(tested)
     yield from needs.files({"mix": settings["mix"], **tested})
+    if settings["quarter_rows"] > settings["test_rows"]:
+        why = f"the test at the end has test_rows = {settings['test_rows']} a task"
+        remedy = f"take 0 to {settings['test_rows']}"
+        yield f"quarter_rows = {settings['quarter_rows']}: {why}; {remedy}"
     yield from needs.optimizer(settings, device)
+
+
+def _hardest(settings: Settings) -> Iterator[str]:
+    """Complain about a share of the hardest rows that is none of a domain's."""
+    for domain, count in _rows_by_domain(settings).items():
+        rows = min(count, settings["hardest_rows"])
+        least = math.ceil(1 / settings["hardest_share"])
+        if rows < least:
+            share = f"hardest_share = {settings['hardest_share']:g}"
+            why = f"it is less than one of the {rows} rows of {domain}"
+            how = "rows_per_task, hardest_rows, tasks"
+            yield f"{share}: {why}; take 1/{rows} or more, or {least} rows ({how})"
 
 
 def areas(settings: Settings) -> dict[str, str]:
@@ -164,7 +220,7 @@ def rows(settings: Settings) -> Rows:
     if settings["mix"] == "embedded":
         split = settings["test_split"]
         train = data.draw(
-            names, "train" if split == "test" else "rest", settings["rows_per_task"]
+            names, needs.training_split(settings), settings["rows_per_task"]
         )
         held_out = data.draw(names, split, settings["routed_rows"])
         tested: Any = data.draw(names, split, settings["test_rows"])

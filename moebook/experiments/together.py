@@ -56,9 +56,25 @@ def _needs(
                 wanted = "expected an embedded task, or your file (*.jsonl)"
                 yield f"{parameter} names {name!r}: {wanted}: {choices}"
         yield from needs.files({parameter: settings[parameter]})
+    yield from _new(settings)
+    names = settings["tasks"].split(",")
+    if len(needs.available(settings, names)) < len(names):
+        return  # an arm's needs are about tasks that can be read
     again = [name for name in settings["again"].split(",") if name in every]
     for name in dict.fromkeys([*arms, *again]):
         yield from _needs_of(name, every[name], settings)
+
+
+def _new(settings: Settings) -> Iterator[str]:
+    """Complain about a new task that is none, or has fewer rows than it shall have shots."""
+    name = settings["new"]
+    if name in settings["tasks"].split(","):
+        yield f"new = {name!r}: tasks trains on it, so it is not new; name another"
+    if name in needs.available(settings, [name]):
+        rows = tasks.find(name).available("train")
+        if settings["new_shots"] > rows:
+            shots = f"new_shots = {settings['new_shots']}"
+            yield f"{shots}: {name} has {rows} training rows; take 2 to {rows}"
 
 
 def _needs_of(name: str, arm: together.Arm, settings: Settings) -> Iterator[str]:
@@ -68,9 +84,17 @@ def _needs_of(name: str, arm: together.Arm, settings: Settings) -> Iterator[str]
     if arm.bank and len(names) < 2:
         why = f"{name} mixes LoRAs of one task each"
         yield f"tasks = {settings['tasks']!r}: {why}; name two or more, {leave}"
-    elif arm.chosen and settings["experts"] > len(names):
+        return
+    if arm.chosen and settings["experts"] > len(names):
         why = f"{name} chooses among the LoRAs of {len(names)} tasks"
         yield f"experts = {settings['experts']}: {why}; take {len(names)} or less, {leave}"
+    rows = sum(needs.drawn(settings, names).values())
+    if arm.chosen and settings["shots"] > rows:
+        have = (
+            f"rows_per_task = {settings['rows_per_task']} gives the mixture {rows} rows"
+        )
+        why = f"{name} chooses by so many of them, and {have}"
+        yield f"shots = {settings['shots']}: {why}; take less, {leave}"
     if name == "mixlora" and settings["experts"] != MIXLORA:
         why = f"mixlora has {MIXLORA}, and would train more or fewer parameters than the others"
         yield f"experts = {settings['experts']}: {why}; take {MIXLORA}, {leave}"
@@ -79,7 +103,7 @@ def _needs_of(name: str, arm: together.Arm, settings: Settings) -> Iterator[str]
     size, what = _experts(name, arm, settings)
     if settings["top_k"] > size:
         yield f"top_k = {settings['top_k']}: {name} has {size} ({what}); take 1 to {size}, {leave}"
-    if name in BY_TASK and all(map(tasks.known, names)):
+    if name in BY_TASK:
         domains = sorted({tasks.find(each).domain for each in names})
         parameter = BY_TASK[name]
         if settings[parameter] % len(domains):

@@ -372,7 +372,7 @@ def _in_cell(error: PapermillExecutionError, where: str) -> tuple[str, str]:
     text = f"{error.ename}: {error.evalue}".strip().removesuffix(":")[:400]
     if error.ename == Refusal.__name__:
         code, _, message = str(error.evalue).partition(": ")
-        return code, f"{where}: {message[:400]}"
+        return code, f"{where}: {message}"  # as long as a refusal may be
     if lacks_memory(text):
         return "E-MEMORY", f"{where}: {no_memory(text)}"
     return "E-CELL", f"{where}: {text}"

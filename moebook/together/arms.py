@@ -239,7 +239,7 @@ def _bank(
         seed=setup.seed,
         format=setup.format,
         max_length=setup.max_length,
-        **{**setup.recipe, "lr": lr, "steps": steps},
+        **{**setup.recipe_of(steps), "lr": lr},
     )
     return bank, spent
 

@@ -80,13 +80,19 @@ class Setup:
         """The batches that `fit` trains on."""
         return Batches(rows, self.recipe["batch"], seed=self.seed, pad_id=self.pad_id)
 
-    def fit(self, model: nn.Module, rows: Rows, **more: Any) -> History:
+    def recipe_of(self, steps: int) -> dict[str, Any]:
+        """Return the recipe of so many steps; a single one has no warm-up, at rate 0.
+
+        How many steps a share of the budget buys, for a LoRA of a bank or a trial of a rate, is
+        known only when its rows are.
+        """
+        alone = {"warmup": 0.0} if steps == 1 else {}
+        return {**self.recipe, **alone, "steps": steps}
+
+    def fit(self, model: nn.Module, rows: Rows, *, steps: int, **more: Any) -> History:
         """Train by the recipe."""
-        return fit(
-            model,
-            rows,
-            **{**self.recipe, "pad_id": self.pad_id, "seed": self.seed} | more,
-        )
+        plan = {**self.recipe_of(steps), "pad_id": self.pad_id, "seed": self.seed}
+        return fit(model, rows, **plan | more)
 
     @cached_property
     def inputs(self) -> up.representations.Representations:

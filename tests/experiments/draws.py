@@ -87,6 +87,10 @@ def changes(name, known, draw, *, affordable=False):
     declared = sources.find(ROOT, name).parameters
     names = [one for one in declared if one not in ELSEWHERE]
     chosen = draw.sample(names, draw.randint(1, 4))
+    if affordable and "arms" not in chosen:
+        chosen.append("arms")  # all of them at once take a minute
+    if affordable and "again" in names and "again" not in chosen:
+        chosen.append("again")
     found = {}
     for one in chosen:
         if one in ("arms", "again"):

@@ -59,7 +59,7 @@ CANNOT = [
     ),
     (
         "rocket",
-        "candidates = 13: the shipped bank holds 12",
+        "candidates = 13: the shipped bank holds 12; take 12 or less",
         {"members": "", "candidates": 13},
     ),
     (
@@ -103,13 +103,69 @@ CANNOT = [
     ),
     ("rocket", "top_k is 3, expected 1 to 2", {"top_k": 3}),
     (
+        "rocket",
+        "candidates = 12: the shipped bank holds 12, of which gcd's has seen .*; take 11",
+        {"members": "", "candidates": 12, "targets": "gcd"},
+    ),
+    (
+        "rocket",
+        "members = 'gcd,sums': there is nothing to choose from, of which gcd's has seen",
+        {"members": "gcd,sums", "candidates": 2, "targets": "gcd"},
+    ),
+    (
+        "rocket",
+        "members lists 'smus': did you mean 'sums'",
+        {"members": "smus,gcd", "candidates": 2},
+    ),
+    ("rocket", "retrain lists 'smus'", {"retrain": "smus"}),
+    ("rocket", "steps = 1: the only step is that of the warm-up", {"steps": 1}),
+    (
+        "rocket",
+        "steps = 3: the only step of perplexity, half of them, is .* take 4 or more",
+        {"steps": 3, "arms": "perplexity"},
+    ),
+    (
+        "rocket",
+        "epochs = 1 and batch = 16: shots_only has at most 8 rows, so one step",
+        {"epochs": 1, "batch": 16, "arms": "shots_only"},
+    ),
+    (
+        "rocket",
+        "shots = 251: copyleft has 251 annotated rows, and one .*; take 1 to 250",
+        {"shots": 251},
+    ),
+    ("esft", "steps = 1: the only step is that of the warm-up", {"steps": 1}),
+    ("esft", "steps = 2: a trial of rates takes half of them", {"steps": 2}),
+    ("esft", "align_steps = 1: the only step", {"align_steps": 1}),
+    (
+        "esft",
+        "checkpoints = 4: a training has steps = 3; take 0 to 3",
+        {"checkpoints": 4},
+    ),
+    (
+        "esft",
+        "alignment_share = 0.9: 24 rows of isa need 216 alignment rows .* has 48",
+        {"alignment_share": 0.9},
+    ),
+    ("rivals", "steps = 1: the only step", {"steps": 1, "arms": "smear"}),
+    (
         "rivals",
-        "searches = 3: the search of lorahub over 3 LoRAs takes 5 at least",
+        "gate_steps = 1: the only step of a gate",
+        {"gate_steps": 1, "arms": "phatgoose"},
+    ),
+    (
+        "rivals",
+        r"searches = 5: the search of lorahub over 12 LoRAs \(members = ''\) takes 14",
+        {"members": "", "arms": "lorahub"},
+    ),
+    (
+        "rivals",
+        "searches = 3: the search of lorahub over 3 LoRAs .* takes 5 at least",
         {"searches": 3, "arms": "lorahub"},
     ),
     (
         "rivals",
-        "searches = 3: the search of lorahub_chosen over 2 LoRAs takes 4",
+        r"searches = 3: the search of lorahub_chosen over 2 LoRAs \(experts = 2\) takes 4",
         {"searches": 3, "arms": "lorahub_chosen"},
     ),
     ("rivals", "rates is empty", {"rates": ""}),
@@ -120,6 +176,17 @@ CANNOT = [
         {"new": "kinship_tld"},
     ),
     ("together", "tasks names 'gdc'", {"tasks": "gdc,isa"}),
+    ("together", "new = 'gcd': tasks trains on it", {"new": "gcd"}),
+    (
+        "together",
+        "new_shots = 252: copyleft has 251 training rows",
+        {"new": "copyleft", "new_shots": 252},
+    ),
+    (
+        "together",
+        "shots = 97: rocket chooses .* rows_per_task = 24 gives the mixture 96 rows",
+        {"shots": 97, "arms": "rocket"},
+    ),
     (
         "together",
         "tasks = 'gcd': rocket mixes LoRAs of one task each",
@@ -181,6 +248,10 @@ def test_parameters_with_which_an_arm_cannot_run_are_refused_before_any_work(
         ("rocket", {"bank_rank": 4, "arms": "mixture"}),
         ("rivals", {"targets": "kinship_told", "arms": "expert_lora"}),
         ("rivals", {"searches": 3, "arms": "random"}),
+        ("rivals", {"steps": 1, "gate_steps": 1, "arms": "pems_untuned"}),
+        ("rocket", {"steps": 1, "arms": "expert_lora"}),
+        ("rocket", {"epochs": 1, "batch": 4, "arms": "shots_only"}),
+        ("esft", {"steps": 2, "rates": ""}),
         ("together", {"tasks": "gcd", "arms": "full,lora", "again": "lora"}),
         (
             "together",

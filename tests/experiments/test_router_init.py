@@ -28,21 +28,46 @@ def given(protocol="smoke", **changes):
 
 EMPTY = {"tasks_code": "", "tasks_mathematics": "", "tasks_text": ""}
 CANNOT = {
-    "tasks_code is empty: trsu starts experts": {
+    "tasks_code = '' has no rows of code: trsu starts experts": {
         "arms": "dense,trsu",
         "tasks_code": "",
     },
-    "tasks_mathematics is empty: trsu4 starts": {
+    "tasks_mathematics = '' has no rows of mathematics: trsu4 starts": {
         "arms": "trsu4",
         "tasks_mathematics": "",
     },
-    "tasks_text is empty: trsu3 starts": {"arms": "trsu3", "tasks_text": ""},
+    "tasks_text = '' has no rows of text: trsu3 starts": {
+        "arms": "trsu3",
+        "tasks_text": "",
+    },
+    "tasks_code = 'numbers_fr' has no rows of code: trsu starts": {
+        "arms": "trsu",
+        "tasks_code": "numbers_fr",
+    },
+    "2 tasks in tasks_code, .*: hidden deals the tasks out to 4 experts": {
+        "arms": "hidden",
+        "tasks_text": "",
+    },
+    "steps = 7: the only step of wide, a quarter of them, is .*; take 8 or more": {
+        "arms": "su,wide",
+        "steps": 7,
+    },
+    "kept_tokens = 7: crsu8 starts experts at centroids of 8 tokens": {
+        "arms": "crsu8",
+        "kept_tokens": 7,
+    },
+    "quarter_rows = 3: the test at the end has test_rows = 2 .*; take 0 to 2": {
+        "quarter_rows": 3
+    },
+    "hardest_share = 0.04: it is less than one of the 24 rows of code": {
+        "hardest_share": 0.04
+    },
     "tasks_code, tasks_mathematics, tasks_text are empty": {"arms": "dense", **EMPTY},
     "tasks_text lists 'isb': .* did you mean 'isa'": {"tasks_text": "isb"},
     "tasks_text lists 'gcd', and so does tasks_mathematics": {"tasks_text": "gcd"},
     "rates lists 'abc'": {"rates": "abc"},
     "rates lists 0.001 twice": {"rates": "0.001,0.001"},
-    "rate_steps = 1": {"rates": "0.001,0.002"},
+    "rate_steps = 1: the only step of a trial": {"rate_steps": 1},
     "arms lists 'crus': did you mean 'crsu'": {"arms": "crus"},
 }
 

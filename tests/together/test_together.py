@@ -391,6 +391,18 @@ def test_a_new_task_is_learnt_by_a_copy(dense):
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+def test_a_training_of_one_step_moves_what_trains(dense):
+    lora = built(dense, DENSE["lora"])
+    before = {name: part.clone() for name, part in lora.named_parameters()}
+    dense.fit(lora, dense.encoded, lr=1e-2, steps=1)
+    moved = {
+        name for name, part in lora.named_parameters() if not part.equal(before[name])
+    }
+    # A factor that starts at zero leaves the other one without a gradient for a step.
+    ups = {name for name in before if "lora_B" in name}
+    assert moved == ups
+
+
 def test_costs_are_measured_for_every_arm(dense, monkeypatch):
     monkeypatch.setattr(together.measuring, "TURNS", 1)
     monkeypatch.setattr(together.measuring, "STEPS", 2)
