@@ -2,6 +2,7 @@
 
 import math
 
+import numba
 import numpy as np
 import pandas as pd
 import pytest
@@ -296,19 +297,20 @@ def two_groups():
     return points
 
 
-def uncompiled_umap(monkeypatch):
-    """As plain Python: at 40 points compiling takes 30 s, and running it 20 ms."""
-    clusters._umap(0)  # which imports it without its warning
-    from umap import umap_
-
-    for name in ("fast_knn_indices", "smooth_knn_dist", "compute_membership_strengths"):
-        monkeypatch.setattr(umap_, name, getattr(umap_, name).py_func)
-
-
-@pytest.mark.parametrize("method", ["umap", "pca"])
-def test_distant_groups_stay_apart_and_the_layout_repeats(method, monkeypatch):
-    if method == "umap":
-        uncompiled_umap(monkeypatch)
+@pytest.mark.parametrize(
+    ("method", "compiled"),
+    [
+        pytest.param("umap", True, marks=pytest.mark.soak),
+        ("umap", False),
+        ("pca", False),
+    ],
+)
+def test_distant_groups_stay_apart_and_the_layout_repeats(
+    method, compiled, monkeypatch
+):
+    # Compiling UMAP takes up to 50 s, and its plain Python 3 s a layout of 40 points.
+    if not compiled:
+        monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
     layout = project(two_groups(), method, seed=1)
     assert layout.shape == (1, 40, 2)
     assert np.abs(layout).max() == pytest.approx(1)
