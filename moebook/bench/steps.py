@@ -18,11 +18,13 @@ from moebook.bench.timing import Contender
 from moebook.data import draw, encode, tasks
 from moebook.kernels import Routing
 from moebook.methods import pesc
+from moebook.models.anatomy import anatomy
 from moebook.models.lora import LoraLinear
 from moebook.training.batches import Batches
 
 ROWS = 100  # that are drawn of each task
 LONGEST = 160  # tokens of a row
+HOST = "transformers' layers, our products"
 CLIP = 0.3  # norm of the gradient at most, as in PESC's protocols
 Batch = dict[str, Any]
 
@@ -34,9 +36,13 @@ def pesc_step(
 
     E adapters of width R, K a token; LoRA of rank 16 on all linear layers, dropout before both. In
     64 ``bits`` the peer draws its dropout as ours does, so that both compute the same.
+
+    `HOST` is what no code of ours could go below: transformers' layers as they are,
+    and the products of LoRA, routers and adapters, without anything else that these do.
     """
     runtime.seed_everything(0)
     base, tokenizer = models.load("nano", device=str(device))
+    host = frozen_host(copy.deepcopy(base))
     config = pesc.Config(experts=E, top_k=K, adapter_width=R, host="lora", lora_rank=16)
     sparse = pesc.prepare(base, config).train()
     for parameter in trained(
@@ -52,9 +58,9 @@ def pesc_step(
     case = Case(size_of(*sparse.parameters()), torch.ones((), device=device))
     case.leaves += [*trained(sparse), *trained(plain)]
     case.add("ours", partial(_loss, sparse, batch), after=_update(sparse))
-    products = step_products(sparse, batch)
-    case.flops = sum(product.flops for product in products)
-    multiply = dense(products, device, torch.float32).run
+    counts = step_products(sparse, batch)
+    case.flops = sum(product.flops for product in listed(counts))
+    multiply = dense(listed(counts), device, torch.float32).run
     attend = _attention(sparse.config, batch)
 
     def floor() -> None:
@@ -62,6 +68,15 @@ def pesc_step(
         attend()
 
     case.contenders.append(Contender("floor", floor))
+
+    added = counts - step_products(host, batch)
+    beside = dense(listed(added), device, torch.float32).run
+
+    def around_host() -> None:
+        _likelihood(host, batch).backward()
+        beside()
+
+    case.contenders.append(Contender(HOST, around_host))
     case.add("plain loop with PEFT", partial(_loss, plain, batch), after=_update(plain))
     return case
 
@@ -77,10 +92,23 @@ def _batch(tokenizer: Any, size: int) -> Batch:
     return batches[min(steps, key=lambda step: abs(batches.tokens(step) - mean))]
 
 
+def _likelihood(model: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = model(**batch, use_cache=False).loss
+    return loss
+
+
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
     """Return the likelihood's loss and the balance loss (PESC Eq. 10)."""
-    loss: Tensor = model(**batch, use_cache=False).loss
-    return loss + pesc.balance_loss(model)
+    return _likelihood(model, batch) + pesc.balance_loss(model)
+
+
+def frozen_host(model: nn.Module) -> nn.Module:
+    """Freeze a dense model; gradients end where the step's do, at the first layer's q, k and v."""
+    model.train().requires_grad_(False)
+    attention = anatomy(model).layers[0].block.self_attn
+    for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+        part.register_forward_hook(lambda _, inputs, y: y.detach().requires_grad_())
+    return model
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -138,13 +166,21 @@ class LoopedAdapters(nn.Module):
         return y
 
 
-def step_products(model: nn.Module, batch: Batch) -> list[Product]:
-    """List the products of a step: each layer's, its gradients', and none for what is frozen.
+Shapes = Counter[tuple[int, int, int]]  # rows, inner width and columns of products
+
+
+def listed(shapes: Shapes) -> list[Product]:
+    """List counted products."""
+    return [Product(*shape, times) for shape, times in shapes.items()]
+
+
+def step_products(model: nn.Module, batch: Batch) -> Shapes:
+    """Count the products of a step: each layer's, its gradients', and none for what is frozen.
 
     A pass tells how many rows each layer reads, and whether their gradient is asked for: that of
     the first layer's queries, keys and values is not.
     """
-    shapes: Counter[tuple[int, int, int]] = Counter()
+    shapes: Shapes = Counter()
 
     def count(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         x = inputs[0]
@@ -166,15 +202,16 @@ def step_products(model: nn.Module, batch: Batch) -> list[Product]:
         else:
             shapes[rows, layer.in_features, layer.out_features] += 1 + graded
 
-    kinds = LoraLinear, mnn.Router, mnn.Adapters
-    counted = [module for module in model.modules() if isinstance(module, kinds)]
-    handles = [
-        part.register_forward_pre_hook(count) for part in (*counted, model.lm_head)
-    ]
+    kinds = LoraLinear, mnn.Router, mnn.Adapters, nn.Linear
+    handles = []
+    for name, part in model.named_modules():
+        in_lora = "lora_" in name or "base_layer" in name  # counted with their LoRA
+        if isinstance(part, kinds) and not in_lora:
+            handles.append(part.register_forward_pre_hook(count))
     model(**batch, use_cache=False)
     for handle in handles:
         handle.remove()
-    return [Product(*shape, times) for shape, times in shapes.items()]
+    return shapes
 
 
 def _attention(config: Any, batch: Batch) -> Run:
