@@ -34,8 +34,8 @@ class Recorder(Protocol):
     ) -> None:
         """Keep a line, a height a step, or a height at each ``x``."""
 
-    def scores(self, name: str, table: pd.DataFrame) -> None:
-        """Keep accuracy and likelihood of a table with a row a test item."""
+    def scores(self, name: str, table: pd.DataFrame, *, domains: bool = True) -> None:
+        """Keep accuracy and likelihood of a table with a row a test item, also by domain."""
 
 
 class Test(Protocol):

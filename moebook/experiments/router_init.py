@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,9 @@ from moebook.experiments import arm, needs, own, rates
 from moebook.experiments.arm import Arm, Complaints, Settings
 from moebook.experiments.experiment import Experiment, Recorder, Rows
 from moebook.methods import upcycling
-from moebook.methods.upcycling.config import LABORATORY, MAIN
-from moebook.methods.upcycling.starts import Start
+from moebook.methods.upcycling.config import LABORATORY, LED, MAIN
+from moebook.methods.upcycling.representations import Representations
+from moebook.methods.upcycling.starts import MODES, Start
 from moebook.training import History
 
 # Domains that the paper tests, a list of tasks each.
@@ -36,6 +38,26 @@ AREAS = (
 )
 PAIR = ("code", "mathematics")  # the domains of which TRSU makes an expert each
 CLUSTERED = ("crsu", "ffn_input")  # starts at centroids of clusters
+# How routers start, in words.
+STARTS = {
+    "random": "a random router (SU)",
+    "trsu": "a router of task centroids (TRSU), of code and mathematics",
+    "trsu3": "a router of task centroids (TRSU), of code, mathematics and text",
+    "crsu": "a router of cluster centroids (CRSU)",
+    "kaiming": "random rows as nn.Linear draws them",
+    "wide": "long random rows, N(0, 1), as mergekit draws them",
+    "ffn_input": "centroids of what the router reads",
+    "hidden": "mergekit's prompts: the residual stream at their last token",
+    "hidden_avg": "mergekit's prompts: the residual stream, mean over tokens",
+    "cheap_embed": "mergekit's prompts: their embeddings",
+}
+# What an arm's name may end with: how its experts' outputs are combined.
+RULES = {
+    "renormalised": "; the weights of a token's experts sum to 1",
+    "scaled": "; one factor a layer makes up for the probabilities",
+}
+# What is recorded of a start, other than shares.
+UNITS = {"start": "nats", "loss": "nats", "gradient": "number", "scale": "number"}
 
 
 def plan(settings: Settings) -> dict[str, upcycling.config.Arm]:
@@ -135,9 +157,24 @@ def _lacks(name: str, domains: Iterable[str], task: tasks.Task) -> Complaints:
             yield f"mix = {task.source!r}: {why}, and it has none"
 
 
-def _arm(name: str, start: str) -> Arm:
+def _what(name: str, experts: int, start: str, length: str) -> str:
+    """Say in one line what an arm is."""
+    if not start:
+        return "the base, fine-tuned without experts"
+    text = f"{experts} experts, {STARTS[start]}"
+    if length == "matched":
+        text += ", scaled so that its logits deviate by 1"
+    _, _, rule = name.rpartition("_")
+    text += RULES.get(rule, "")
+    if name in LABORATORY:
+        text += "; a quarter of the steps"
+    return text
+
+
+def _arm(name: str, experts: int, start: str, length: str) -> Arm:
     return Arm(
         name,
+        what=_what(name, experts, start, length),
         configure=partial(configure, name),
         build=build,
         needs=partial(_needs, name),
@@ -147,7 +184,7 @@ def _arm(name: str, start: str) -> Arm:
 
 
 ARMS: dict[str, Arm] = {
-    name: _arm(name, start) for name, (_, start, _) in (MAIN | LABORATORY).items()
+    name: _arm(name, *how) for name, how in (MAIN | LABORATORY).items()
 }
 
 
@@ -238,6 +275,113 @@ def rows(settings: Settings) -> Rows:
     return Rows(train, held_out, valid, tested)
 
 
+def merge_domains(rows: Rows) -> None:
+    """Let every row belong to one of the `AREAS`: what is neither code nor mathematics is text."""
+    for row in rows.train + rows.held_out:
+        if row["domain"] not in AREAS:
+            row["domain"] = "text"
+
+
+@dataclass(frozen=True)
+class States:
+    """What the dense base represents: the points that routers may start from."""
+
+    three: Representations  # of the hardest rows, a group a domain (TRSU)
+    pair: Representations | None  # of these, code and mathematics, if both are there
+    context: Representations  # of tokens of the mixture (CRSU)
+    inputs: Representations  # of what the routers will read
+
+
+def states(settings: Settings, dense: nn.Module, tokenizer: Any, rows: Rows) -> States:
+    """Collect representations of training rows at every layer, in one pass each."""
+    pad_id = tokenizer.pad_token_id
+    encode = partial(
+        data.encode, tokenizer=tokenizer, max_length=settings["max_length"]
+    )
+    by_domain = {
+        name: encode(part[: settings["hardest_rows"]])
+        for name, part in data.grouped(rows.train).items()
+    }
+    hard = upcycling.hardest(
+        dense, by_domain, share=settings["hardest_share"], pad_id=pad_id
+    )
+    collect = partial(
+        upcycling.collect,
+        dense,
+        tensor=settings["tensor"],
+        limit=settings["kept_tokens"],
+    )
+    hard_batches = {
+        name: upcycling.batches(part, pad_id=pad_id) for name, part in hard.items()
+    }
+    three = collect(hard_batches)
+    has_pair = set(PAIR) <= set(three.tasks)
+    some_rows = encode(rows.train[: settings["context_rows"]])
+    mixture = {"all": list(upcycling.batches(some_rows, pad_id=pad_id))}
+    share = settings["context_share"]
+    return States(
+        three=three,
+        pair=three.only(*PAIR) if has_pair else None,
+        context=collect(mixture, share=share),
+        inputs=collect(mixture, share=share, tensor="ffn_input"),
+    )
+
+
+def starts(
+    settings: Settings,
+    arms: Mapping[str, Arm],
+    dense: nn.Module,
+    tokenizer: Any,
+    rows: Rows,
+    states: States,
+) -> dict[str, Start]:
+    """Return the first weights of the routers of each arm that has any."""
+    seed = settings["seed"]
+    makers: dict[str, Callable[[int], Start]] = {
+        "random": partial(upcycling.su, dense, seed=seed),
+        "kaiming": partial(upcycling.su, dense, kind="kaiming", seed=seed),
+        "wide": partial(upcycling.su, dense, kind="wide", seed=seed),
+        "trsu3": partial(upcycling.trsu, states.three, seed=seed),
+        "crsu": partial(upcycling.crsu, states.context, seed=seed),
+        "ffn_input": partial(upcycling.crsu, states.inputs, seed=seed),
+    }
+    if states.pair is not None:  # else no arm needs it
+        makers["trsu"] = partial(upcycling.trsu, states.pair, seed=seed)
+    for mode in MODES:
+        makers[mode] = partial(
+            upcycling.prompted,
+            dense,
+            tokenizer,
+            rows.train,
+            mode=mode,
+            max_length=settings["max_length"],
+        )
+    return started(settings, arms, makers, states.inputs)
+
+
+def started(
+    settings: Settings,
+    arms: Mapping[str, Arm],
+    makers: Mapping[str, Callable[[int], Start]],
+    inputs: Representations,
+) -> dict[str, Start]:
+    """Return where the routers of each arm start; the dense arm has none.
+
+    ``makers`` are by start and take a number of experts; ``inputs`` are what the dense base's FFNs
+    read, by which rows get their length and the rule "scaled" its factors.
+    """
+    starts = {}
+    for name, planned in plan(settings).items():
+        if name not in arms or not planned.start:
+            continue
+        start = makers[planned.start](planned.experts)
+        start = upcycling.scaled(start, planned.length, inputs=inputs)
+        if planned.combine == "scaled":
+            start = upcycling.levelled(start, inputs, settings["top_k"])
+        starts[name] = start
+    return starts
+
+
 def experiment(
     settings: Settings,
     arms: Mapping[str, Arm],
@@ -282,29 +426,6 @@ def experiment(
         recipe=recipe | {"pad_id": tokenizer.pad_token_id, "bf16": bf16},
         test=test,
     )
-
-
-def started(
-    settings: Settings,
-    arms: Mapping[str, Arm],
-    makers: Mapping[str, Callable[[int], Start]],
-    inputs: upcycling.representations.Representations,
-) -> dict[str, Start]:
-    """Return where the routers of each arm start; the dense arm has none.
-
-    ``makers`` are by start and take a number of experts; ``inputs`` are what the dense base's FFNs
-    read, by which rows get their length and the rule "scaled" its factors.
-    """
-    starts = {}
-    for name, planned in plan(settings).items():
-        if name not in arms or not planned.start:
-            continue
-        start = makers[planned.start](planned.experts)
-        start = upcycling.scaled(start, planned.length, inputs=inputs)
-        if planned.combine == "scaled":
-            start = upcycling.levelled(start, inputs, settings["top_k"])
-        starts[name] = start
-    return starts
 
 
 @dataclass(frozen=True)
@@ -382,3 +503,136 @@ def record_recovery(
             run.curve(f"{path}/recovery", heights, "nats", x=[*course.recovery])
             lines[name] = course.recovery
     return pd.DataFrame(lines).T
+
+
+def tables(settings: Settings, course: Course) -> dict[int, pd.DataFrame]:
+    """Return an arm's answers by step, each benchmark weighted alike."""
+    area = areas(settings)
+    return {
+        step: evaluation.by_benchmark(answers, area)
+        for step, answers in course.answers.items()
+    }
+
+
+def stability(history: History, steps: int) -> dict[str, float]:
+    """Return how rough a training was, after its first tenth.
+
+    Spread and largest jump of the loss less its running median over a tenth of the steps (nats),
+    and the largest gradient over the median one.
+    """
+    loss = pd.Series(history.loss)
+    norm = pd.Series(history.norm)
+    tenth = steps // 10
+    around = loss.rolling(max(3, tenth), center=True, min_periods=1).median()
+    rest = (loss - around)[tenth:]
+    return {
+        "spread": rest.std(),
+        "jump": rest.max(),
+        "gradient": norm[tenth:].max() / norm.median(),
+    }
+
+
+def specialisation(course: Course) -> tuple[float, float] | None:
+    """Return how far expert 0 parts code from mathematics: over layers first, and in each layer.
+
+    None where an arm has not two experts, or the held-out rows not both domains.
+    """
+    served = course.shares
+    if served is None or not set(PAIR) <= set(served.domain):
+        return None
+    averaged, by_layer = routing.contrast(served, *PAIR)
+    return averaged, by_layer
+
+
+def begun(settings: Settings, course: Course) -> dict[str, float]:
+    """Return what became of a start: its router before the first step, and a quarter later."""
+    short = upcycling.quarters(settings["steps"])[25]
+    losses = course.history.loss[:short]
+    return {
+        **course.before,
+        "start": losses[0],
+        "loss": float(np.mean(losses[-max(1, short // 6) :])),
+        "consistency": routers.overall(course.routes, upcycling.thirds(short)),
+    }
+
+
+def record(
+    run: Recorder, root: str, experiment: Experiment, name: str, course: Course
+) -> None:
+    """Keep what became of an arm, below ``root``: loss, scores, stability, routing, its start."""
+    settings = experiment.settings
+    planned = plan(settings)[name]
+    place = f"{root}/{planned.path}"
+    run.curve(f"{place}/loss", course.history.loss, "nats")
+    answers = tables(settings, course)[planned.steps]
+    run.scores(place, answers, domains=not planned.laboratory)
+
+    if not planned.laboratory:
+        measured = stability(course.history, planned.steps)
+        run.record(f"{place}/stability/spread", measured["spread"], "nats")
+        run.record(f"{place}/stability/jump", measured["jump"], "nats")
+        run.record(f"{place}/stability/gradient", measured["gradient"], "ratio")
+    if planned.start and not planned.laboratory:
+        kept = routers.overall(course.routes, upcycling.thirds(planned.steps))
+        # Table 6 has SU with two experts twice.
+        for path in ("su", "su2") if name == "su" else (name,):
+            run.record(f"{root}/{path}/consistency", kept, "share")
+    parted = specialisation(course)
+    if parted:
+        averaged, by_layer = parted
+        run.record(f"{root}/{name}/specialisation", averaged, "share")
+        run.record(f"{root}/{name}/specialisation_by_layer", by_layer, "share")
+    if course.before and (name in LED or planned.laboratory):
+        state = begun(settings, course)
+        for measure, value in state.items():
+            unit = UNITS.get(measure, "share")
+            run.record(f"{root}/lab/{name}/{measure}", value, unit)
+        if name in LED:
+            run.record(f"{root}/{name}/entropy", state["entropy"], "share")
+
+
+@dataclass(frozen=True)
+class Lead:
+    """How far centroids are ahead of random routers, four experts each, by per cent of training."""
+
+    points: dict[int, float]  # of accuracy
+    nats: dict[int, float]  # of likelihood
+
+
+def leads(
+    run: Recorder, root: str, settings: Settings, courses: Mapping[str, Course]
+) -> dict[str, Lead]:
+    """Record, by combine rule, CRSU's lead over SU after each quarter, where both ran."""
+    most = settings["quarter_rows"] or settings["test_rows"]
+    area = areas(settings)
+    found: dict[str, Lead] = {}
+    for rule in ("", "_renormalised"):
+        pair = (f"crsu{rule}", f"su4{rule}")
+        if not set(pair) <= set(courses):
+            continue
+        lead = Lead({}, {})
+        for part, step in upcycling.quarters(settings["steps"]).items():
+            ours, theirs = (
+                evaluation.by_benchmark(_first(courses[name], step, most, area), area)
+                for name in pair
+            )
+            points = 100 * (ours.score - theirs.score)
+            nats = (theirs.nll - ours.nll).dropna()
+            place = f"{rule}/{part}"
+            run.record(f"{root}/lead{place}", points.mean(), "percent_points", points)
+            run.record(f"{root}/lead_nats{place}", nats.mean(), "nats", nats)
+            lead.points[part] = points.mean()
+            lead.nats[part] = nats.mean()
+        parts = list(lead.points)
+        run.curve(f"{root}/lead{rule}", lead.points.values(), "percent_points", parts)
+        run.curve(f"{root}/lead_nats{rule}", lead.nats.values(), "nats", parts)
+        found[rule] = lead
+    return found
+
+
+def _first(
+    course: Course, step: int, most: int, area: Mapping[str, str]
+) -> pd.DataFrame:
+    """Return the answers after a step to the first rows of each task."""
+    answers = evaluation.by_benchmark(course.answers[step], area)
+    return answers[answers["item"] < most]
