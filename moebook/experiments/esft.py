@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from moebook.data import tasks
-from moebook.experiments import needs, rates
+from moebook.experiments import effects, needs, rates
 from moebook.experiments.arm import Settings, asked, refuse_complaints
+from moebook.experiments.effects import Idle
 from moebook.methods import esft
 from moebook.methods.esft.arms import Arm
 
@@ -33,12 +34,38 @@ def tested(settings: Settings) -> dict[str, str]:
     return dict(pairs)
 
 
-def check(settings: Settings, device: torch.device | None = None) -> dict[str, Arm]:
-    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE)."""
+def check(
+    settings: Settings,
+    device: torch.device | None = None,
+    changed: Iterable[str] = (),
+) -> dict[str, Arm]:
+    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
+
+    W-IDLE tells which of the ``changed`` parameters do nothing here.
+    """
     every = known(settings)
     arms = asked(settings, every)
     refuse_complaints(_needs(settings, list(arms), list(every), device))
+    effects.warn(changed, idle(settings, arms))
     return arms
+
+
+def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
+    """Tell which parameters have no effect on these arms."""
+    usual = {"fft": "lr_fft", "lora": "lr_lora", "token": "lr_esft", "gate": "lr_esft"}
+    trial = "" if settings["checkpoints"] else "watched_rows"
+    yield from effects.of_rates(settings, "lr_fft lr_lora lr_esft", trial)
+    taken = {usual[arm.method] for arm in arms.values()}
+    for name in sorted({*usual.values()} - taken):
+        yield name, "no arm of its method is here"
+    if not any(arm.method == "lora" for arm in arms.values()):
+        yield "lora_scale", "no arm here has LoRA"
+    if not settings["align_steps"]:
+        yield "align_lr", "align_steps is 0"
+        if not settings["alignment_share"]:
+            yield "alignment", "align_steps and alignment_share are 0"
+    names = [*tested(settings), settings["general"], settings["alignment"]]
+    yield from effects.of_rows("revisions", ",".join(names))
 
 
 def _needs(

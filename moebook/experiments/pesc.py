@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import nn
 from moebook import data, evaluation
 from moebook.analysis import routing
 from moebook.data import hub, tasks
-from moebook.experiments import arm, needs, own, rates
+from moebook.experiments import arm, effects, needs, own, rates
 from moebook.experiments.arm import Arm, Complaints, Settings
+from moebook.experiments.effects import Idle
 from moebook.experiments.experiment import Experiment, Recorder, Result, Rows
 from moebook.methods import pesc
 from moebook.methods.pesc import Config
@@ -172,14 +173,40 @@ _EVERY = (
 ARMS: dict[str, Arm] = {each.name: each for each in _EVERY}
 
 
-def check(settings: Settings, device: torch.device | None = None) -> dict[str, Arm]:
+def check(
+    settings: Settings,
+    device: torch.device | None = None,
+    changed: Iterable[str] = (),
+) -> dict[str, Arm]:
     """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
 
     Nothing is loaded for it. Where the training's ``device`` is known, what needs a GPU counts.
+    W-IDLE tells which of the ``changed`` parameters do nothing here.
     """
     arms = arm.asked(settings, ARMS)
     arm.check(arms, settings, _shared_needs(settings, arms, device))
+    effects.warn(changed, idle(settings, arms))
     return arms
+
+
+def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
+    """Tell which parameters have no effect on these arms."""
+    yield from effects.of_rates(settings, "lr lr_full", "rate_steps valid_rows")
+    if "upcycled" not in arms:
+        yield "lr_full", "the arm upcycled alone takes it"
+    if settings["mix"] == "embedded":
+        hub_alone = "revisions data_folder chat"
+        yield from effects.of_rows(hub_alone, settings["tasks"])
+    else:
+        yield "rows_per_task", "mix says which rows there are"
+    hosts = {each.configure(settings).host for each in arms.values()}
+    if not hosts & {"lora", "qlora"}:
+        yield (
+            "lora_rank lora_alpha",
+            f"no host of these arms trains by LoRA, {settings['host']}",
+        )
+    if {*arms} <= {"adapters", "upcycled"}:
+        yield "host", "it is frozen in these arms"
 
 
 def _shared_needs(

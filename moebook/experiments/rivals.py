@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from moebook.errors import Refusal, refuse
-from moebook.experiments import needs, rates
+from moebook.experiments import effects, needs, rates
 from moebook.experiments.arm import Settings, asked, complaint, refuse_complaints
-from moebook.experiments.rocket import members, on_a_bank
+from moebook.experiments.effects import Idle
+from moebook.experiments.rocket import (
+    makes_bank,
+    members,
+    of_the_source,
+    on_a_bank,
+)
 from moebook.methods import rocket
 from moebook.methods.rivals import table
 from moebook.methods.rocket.bank import SOURCES
 
 SIZES = ("shots", "candidates", "experts", "top_k", "budget")
+# Parameters, and the only rivals that take them.
+OWN = {
+    "searches": ("lorahub",),
+    "gate_steps": ("phatgoose",),
+    "source_rows": ("phatgoose", "pi_tuning"),
+}
 BEYOND = 2  # evaluations above the LoRAs' number that LoRAHub's search takes at least
 
 
@@ -26,16 +38,40 @@ def known(settings: Settings) -> dict[str, table.Arm]:
 
 
 def check(
-    settings: Settings, device: torch.device | None = None
+    settings: Settings,
+    device: torch.device | None = None,
+    changed: Iterable[str] = (),
 ) -> dict[str, table.Arm]:
-    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE)."""
+    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
+
+    W-IDLE tells which of the ``changed`` parameters do nothing here.
+    """
     try:
         every = known(settings)
     except Refusal as refusal:  # which arms there are these sizes say
         refuse("E-RANGE", refusal.message)
     arms = asked(settings, every)
     refuse_complaints(_needs(settings, arms, every))
+    effects.warn(changed, idle(settings, arms))
     return arms
+
+
+def idle(settings: Settings, arms: Mapping[str, table.Arm]) -> Idle:
+    """Tell which parameters have no effect on these arms."""
+    if not makes_bank(settings):
+        there = "the LoRAs of the bank are there already"
+        yield "starts bank_rows", there
+        if "expert_lora" not in arms:
+            yield "bank_epochs bank_rate", there
+    yield from of_the_source(settings)
+    rivals = {arm.rival for arm in arms.values()}
+    for parameters, takers in OWN.items():
+        if not rivals & {*takers}:
+            yield parameters, f"{' and '.join(takers)} alone take it"
+    if "expert_lora" not in arms:
+        yield "whole_rows", "the arm expert_lora alone takes it"
+    if not any(arm.changes.get("rate") == settings["rate"] for arm in arms.values()):
+        yield "rate", "no arm here trains mixing weights at it"
 
 
 def _needs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -11,11 +11,18 @@ import torch
 from moebook import lists
 from moebook.data import tasks
 from moebook.errors import Refusal, nearest, refuse
-from moebook.experiments import needs, rates
+from moebook.experiments import effects, needs, rates
 from moebook.experiments.arm import Settings, asked, complaint, refuse_complaints
+from moebook.experiments.effects import Idle
 from moebook.methods import rocket
 from moebook.methods.rocket.pipeline import Arm
 
+# Parameters that one arm alone takes.
+OWN = {
+    "data_strictly_deduplicated": "strict",
+    "mixture": "repeats",
+    "perplexity": "tuned",
+}
 SIZES = ("shots", "candidates", "experts", "top_k", "budget")
 
 
@@ -26,16 +33,54 @@ def main(settings: Settings) -> rocket.Config:
 
 
 def check(
-    settings: Settings, device: torch.device | None = None
+    settings: Settings,
+    device: torch.device | None = None,
+    changed: Iterable[str] = (),
 ) -> dict[str, Arm | None]:
-    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE)."""
+    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
+
+    W-IDLE tells which of the ``changed`` parameters do nothing here.
+    """
     try:
         every = rocket.pipeline.arms(main(settings), strict=settings["strict"])
     except Refusal as refusal:  # which arms there are these sizes say
         refuse("E-RANGE", refusal.message)
     arms = asked(settings, every)
     refuse_complaints(_needs(settings, arms, list(every), device))
+    effects.warn(changed, idle(settings, arms))
     return arms
+
+
+def idle(settings: Settings, arms: Mapping[str, Arm | None]) -> Idle:
+    """Tell which parameters have no effect on these arms."""
+    if not makes_bank(settings):
+        yield (
+            "bank_rows bank_epochs bank_rate",
+            "the LoRAs of the bank are there already",
+        )
+    if len(lists.rates("rates", settings["rates"])) == 1:
+        yield "valid_rows", "with a single rate none is chosen"
+    yield from of_the_source(settings)
+    if settings["epochs"]:
+        yield "steps", "epochs says how long arms train"
+    for name, parameters in OWN.items():
+        if name not in arms:
+            yield parameters, f"the arm {name} alone takes it"
+
+
+def makes_bank(settings: Settings) -> bool:
+    """Whether the LoRAs of the bank are to be trained, into a folder that is missing or empty."""
+    folder = settings["bank_folder"]
+    return bool(folder) and rocket.bank.vacant(Path(folder))
+
+
+def of_the_source(settings: Settings) -> Idle:
+    """Tell what has no effect where all rows are embedded, in Rocket's notebook and the rivals'."""
+    if settings["source"] == "embedded" and not settings["benchmarks"]:
+        yield (
+            "revisions data_folder pool_sets",
+            "embedded tasks take nothing from the hub",
+        )
 
 
 def _needs(

@@ -21,8 +21,9 @@ from moebook import data, evaluation
 from moebook.analysis import routers, routing
 from moebook.data import hub, tasks
 from moebook.errors import Refusal
-from moebook.experiments import arm, needs, own, rates
+from moebook.experiments import arm, effects, needs, own, rates
 from moebook.experiments.arm import Arm, Complaints, Settings
+from moebook.experiments.effects import Idle
 from moebook.experiments.experiment import Experiment, Recorder, Rows
 from moebook.methods import upcycling
 from moebook.methods.upcycling.config import LABORATORY, LED, MAIN
@@ -188,14 +189,41 @@ ARMS: dict[str, Arm] = {
 }
 
 
-def check(settings: Settings, device: torch.device | None = None) -> dict[str, Arm]:
+def check(
+    settings: Settings,
+    device: torch.device | None = None,
+    changed: Iterable[str] = (),
+) -> dict[str, Arm]:
     """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
 
     Nothing is loaded for it. Where the training's ``device`` is known, what needs a GPU counts.
+    W-IDLE tells which of the ``changed`` parameters do nothing here.
     """
     arms = arm.asked(settings, ARMS)
     arm.check(arms, settings, _shared_needs(settings, arms, device))
+    effects.warn(changed, idle(settings, arms))
     return arms
+
+
+def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
+    """Tell which parameters have no effect on these arms."""
+    yield from effects.of_rates(settings, "lr", "rate_steps valid_rows")
+    if settings["mix"] == "embedded":
+        tested = ",".join(_listed(settings))
+        yield from effects.of_rows("revisions data_folder chat", tested)
+    else:
+        yield "rows_per_task", "mix says which rows there are"
+    if settings["second"] == settings["base"]:
+        yield "second", "it is the base"
+    planned = [plan(settings)[name] for name in arms]
+    routed = [each for each in planned if each.start]
+    if not routed:
+        yield "top_k balance_weight combine length", "the dense arm has no router"
+    if all(name.endswith("_renormalised") for name in arms if name != "dense"):
+        yield "combine", "the rule of these arms is in their names"
+    quartered = [each for each in planned if each.laboratory or len(each.scored) > 1]
+    if not quartered:
+        yield "quarter_rows", "these arms are tested at their end alone"
 
 
 def _shared_needs(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from moebook import lists, together
 from moebook.data import tasks
 from moebook.errors import nearest
-from moebook.experiments import needs, rates
+from moebook.experiments import effects, needs, rates
 from moebook.experiments.arm import Settings, asked, complaint, refuse_complaints
+from moebook.experiments.effects import Idle
 from moebook.models.anatomy import anatomy
 from moebook.models.skeleton import configuration, skeleton
 
@@ -32,13 +33,42 @@ def known(settings: Settings) -> dict[str, together.Arm]:
 
 
 def check(
-    settings: Settings, device: torch.device | None = None
+    settings: Settings,
+    device: torch.device | None = None,
+    changed: Iterable[str] = (),
 ) -> dict[str, together.Arm]:
-    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE)."""
+    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
+
+    W-IDLE tells which of the ``changed`` parameters do nothing here.
+    """
     every = known(settings)
     arms = asked(settings, every)
     refuse_complaints(_needs(settings, arms, every))
+    effects.warn(changed, idle(settings, arms))
     return arms
+
+
+def idle(settings: Settings, arms: Mapping[str, together.Arm]) -> Idle:
+    """Tell which parameters have no effect on these arms, and on those trained again."""
+    if len(lists.rates("rates", settings["rates"])) == 1:
+        yield "rate_share valid_rows", "with a single rate none is chosen"
+    every = known(settings)
+    here = {*arms, *filter(None, settings["again"].split(","))}
+    chosen = any(every[name].chosen for name in here)
+    if not chosen:
+        yield "shots", "no arm here chooses LoRAs"
+    if not chosen and "mixlora" not in here:
+        yield "experts", "no arm here mixes so many LoRAs"
+    if not here & {*COPIED}:
+        yield "copies", "no arm here is upcycled"
+    if not here & {*ADAPTED}:
+        yield "adapters", "no arm here has so many adapters"
+    if not here & {"esft", "pesc_esft", "pesc"}:
+        yield "threshold", "no arm here chooses experts by it"
+    if not chosen and not here & {*COPIED, *ADAPTED, *OF_TWO, "pesc_bank"}:
+        yield "top_k", "no arm here routes a token"
+    if not any(every[name].sized for name in here):
+        yield "parameters", "the size of these arms is what it is"
 
 
 def _needs(

@@ -288,6 +288,17 @@ def values(notebook: Any, mime: str = VALUE) -> tuple[Any, ...]:
     return tuple(restored(kind, content, where) for where, content in outputs)
 
 
+def warned(notebook: Any) -> list[str]:
+    """Return our own warnings (W-IDLE, W-BASE ...) that cells left, in order, each once."""
+    found: dict[str, None] = {}
+    for _, cell in code_cells(notebook):
+        for output in cell.get("outputs", []):
+            if output.get("name") == "stderr":
+                lines = re.findall(r"Warning: (W-[A-Z]+: .*)", output["text"])
+                found |= dict.fromkeys(lines)
+    return list(found)
+
+
 def notes(notebook: Any) -> dict[str, Any]:
     """Gather what a notebook notes of its run, by the names in `NOTES`."""
     facts: dict[str, Any] = {name: kind() for name, kind in NOTES.items()}

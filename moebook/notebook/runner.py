@@ -399,6 +399,8 @@ def _executable(path: Path) -> nbformat.NotebookNode:
 def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> Run:
     """Filter an executed notebook, harvest its run, write both, and drop the checkpoints."""
     executed = results.read_ipynb(staged)
+    for line in publish.warned(executed):  # which no page shows
+        print(line, file=sys.stderr)
     clean, stripped = publish.clean(executed, request.folder)
     text = json.dumps(clean, indent=1) + "\n"
     spent = seconds(executed)

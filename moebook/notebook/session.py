@@ -117,6 +117,15 @@ class Run:
         """The notebook's parameters by name, as `begin` checked them."""
         return self.witness.parameters
 
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The parameters whose values are not the declared defaults."""
+        return tuple(
+            name
+            for name, parameter in self.declared.items()
+            if self.settings[name] != parameter.default
+        )
+
     def parameters(self, *names: str) -> pd.DataFrame:
         """Show parameters as a table: the value of each in this run, and what it does."""
         import pandas as pd

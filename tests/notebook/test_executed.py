@@ -49,6 +49,20 @@ def _png(*extra):
     return b"\x89PNG\r\n\x1a\n" + head + b"".join(extra) + data + _chunk(b"IEND", b"")
 
 
+def test_our_own_warnings_are_found_each_once_in_their_order():
+    of_python = "/x/effects.py:30: UserWarning: {}\n  check()\n"
+    idle = "W-IDLE: changed without effect in this run: lr (rates)"
+    texts = (idle, "W-BASE: 2 LoRAs", "no warning of ours", idle)
+    cells = []
+    for text in texts:
+        stream = new_output("stream", name="stderr", text=of_python.format(text))
+        cells.append(new_code_cell("x", outputs=[stream], execution_count=1))
+    shown = new_output("stream", name="stdout", text="Warning: W-SHOWN: x\n")
+    cells.append(new_code_cell("x", outputs=[shown], execution_count=1))
+    found = publish.warned(new_notebook(cells=cells))
+    assert found == [idle, "W-BASE: 2 LoRAs"]
+
+
 def test_text_and_tables_stay_and_colours_stderr_paths_and_other_types_go():
     written = "<script>evil()</script>"
     assert _shown("text/plain", written) == written, (

@@ -74,9 +74,9 @@ def load(
     others wait, beside the folder, which appears when all are there.
     """
     target = Path(folder or FOLDER)
-    if _vacant(target):
+    if vacant(target):
         with locked(target.with_name(f".{target.name}.lock"), wait=True):
-            if _vacant(target):
+            if vacant(target):
                 draft = target.with_name(f".{target.name}")
                 make(model, tokenizer, names or EMBEDDED, draft, **changes)
                 draft.rename(target)
@@ -86,7 +86,8 @@ def load(
     return {name: bank[name] for name in names or bank}
 
 
-def _vacant(folder: Path) -> bool:
+def vacant(folder: Path) -> bool:
+    """Whether a folder is missing or empty, so that a bank is to be made there."""
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 

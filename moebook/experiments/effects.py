@@ -1,0 +1,48 @@
+"""Parameters that a reader changed and that do nothing in this run: one warning names them all.
+
+Each experiment's ``idle`` yields names of parameters, with spaces between, and why they do nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+
+from moebook import lists
+from moebook.data import tasks
+from moebook.experiments.arm import Settings
+
+Idle = Iterator[tuple[str, str]]
+
+
+def warn(changed: Iterable[str], idle: Iterable[tuple[str, str]]) -> None:
+    """Warn of those of the changed parameters that do nothing (W-IDLE)."""
+    candidates = list(changed)
+    told: list[str] = []
+    for names, why in idle:
+        without = [name for name in names.split() if name in candidates]
+        if without:
+            told.append(f"{', '.join(without)} ({why})")
+    if told:
+        message = f"W-IDLE: changed without effect in this run: {'; '.join(told)}"
+        warnings.warn(message, stacklevel=3)
+
+
+def of_rates(settings: Settings, usual: str, trial: str) -> Idle:
+    """Tell what a search for rates, or its lack, leaves without effect.
+
+    ``usual`` parameters hold the rates of arms without a search, ``trial`` ones are of it.
+    """
+    grid = lists.rates("rates", settings["rates"])
+    if grid:
+        yield usual, "every arm takes its rate from rates"
+    elif settings.get("fixed_rates"):
+        yield usual, "fixed_rates has every arm's rate"
+    if not grid:
+        yield trial, "rates is empty, so none is tried"
+
+
+def of_rows(names: str, text: str) -> Idle:
+    """Tell what has no effect where a text lists embedded tasks alone, which need no hub."""
+    if all(name in tasks.KNOWN for name in text.split(",") if name):
+        yield names, "embedded tasks take nothing from the hub"

@@ -1,0 +1,83 @@
+"""Changed parameters that do nothing are told in one warning; those that do something are not."""
+
+import warnings
+
+import pytest
+
+from moebook import experiments
+from tests.experiments import draws
+
+IDLE = [
+    ("pesc", {"arms": "dense"}, "lr_full", {"lr_full": 0.1}),
+    ("pesc", {"arms": "all"}, "lr", {"lr": 0.1}),
+    ("pesc", {"arms": "all", "rates": ""}, "rate_steps", {"rate_steps": 9}),
+    ("pesc", {"arms": "all"}, "chat", {"chat": True}),
+    ("pesc", {"arms": "sparse", "host": "frozen"}, "lora_rank", {"lora_rank": 3}),
+    ("pesc", {"arms": "adapters,upcycled"}, "host", {"host": "full"}),
+    ("router_init", {"arms": "all"}, "second", {"second": "nano"}),
+    ("router_init", {"arms": "dense"}, "top_k", {"top_k": 2}),
+    ("router_init", {"arms": "su,trsu"}, "quarter_rows", {"quarter_rows": 2}),
+    (
+        "router_init",
+        {"arms": "su_renormalised"},
+        "combine",
+        {"combine": "renormalised"},
+    ),
+    ("rocket", {"arms": "all"}, "bank_rows", {"bank_rows": 7}),
+    ("rocket", {"arms": "all", "rates": "0.01"}, "valid_rows", {"valid_rows": 7}),
+    ("rocket", {"arms": "mixture"}, "tuned", {"tuned": 3}),
+    ("rocket", {"arms": "perplexity"}, "repeats", {"repeats": 3}),
+    ("esft", {"arms": "gate"}, "lr_lora", {"lr_lora": 0.1, "rates": ""}),
+    ("esft", {"arms": "gate", "align_steps": 0}, "align_lr", {"align_lr": 0.1}),
+    ("esft", {"arms": "gate"}, "lora_scale", {"lora_scale": 1.0}),
+    ("rivals", {"arms": "all"}, "starts", {"starts": "own"}),
+    ("rivals", {"arms": "smear"}, "searches", {"searches": 9}),
+    ("rivals", {"arms": "smear"}, "gate_steps", {"gate_steps": 9}),
+    ("rivals", {"arms": "pems,mixlora"}, "rate", {"rate": 0.5}),
+    ("together", {"arms": "lora", "again": ""}, "copies", {"copies": 6}),
+    ("together", {"arms": "lora", "again": ""}, "threshold", {"threshold": 0.1}),
+    ("together", {"arms": "full", "again": ""}, "parameters", {"parameters": 9}),
+    ("together", {"arms": "lora", "again": ""}, "top_k", {"top_k": 1}),
+]
+# The same parameters where they do something.
+WORKS = [
+    ("pesc", {"arms": "upcycled", "rates": ""}, "lr_full", {"lr_full": 0.1}),
+    ("pesc", {"arms": "sparse"}, "lora_rank", {"lora_rank": 3}),
+    ("router_init", {"arms": "su,crsu"}, "quarter_rows", {"quarter_rows": 2}),
+    ("rocket", {"arms": "perplexity"}, "tuned", {"tuned": 3}),
+    ("rocket", {"bank_folder": "none_there"}, "bank_rows", {"bank_rows": 7}),
+    ("esft", {"arms": "lora", "rates": ""}, "lr_lora", {"lr_lora": 0.1}),
+    ("rivals", {"arms": "smear"}, "rate", {"rate": 0.5}),
+    ("together", {"arms": "lora", "again": "su"}, "copies", {"copies": 6}),
+]
+
+
+def told(name, settings, changed):
+    """Return the warning of a notebook's check, or an empty text."""
+    check = getattr(experiments, name).check
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check(draws.smoke(name) | settings | changed, None, tuple(changed))
+    lines = [str(one.message) for one in caught if "W-IDLE" in str(one.message)]
+    return lines[0] if lines else ""
+
+
+@pytest.mark.parametrize(("name", "settings", "parameter", "changed"), IDLE)
+def test_a_changed_parameter_that_does_nothing_is_told(
+    name, settings, parameter, changed
+):
+    line = told(name, settings, changed)
+    assert line.startswith("W-IDLE: changed without effect in this run: ")
+    assert f"{parameter} (" in line
+
+
+@pytest.mark.parametrize(("name", "settings", "parameter", "changed"), WORKS)
+def test_where_it_does_something_nothing_is_told(name, settings, parameter, changed):
+    assert parameter not in told(name, settings, changed)
+
+
+def test_what_nobody_changed_is_not_told_and_all_stands_in_one_warning():
+    assert told("pesc", {"arms": "dense"}, {}) == ""
+    changed = {"lr_full": 0.1, "lr": 0.1, "chat": True}
+    line = told("pesc", {"arms": "dense"}, changed)
+    assert all(name in line for name in changed)
