@@ -5,20 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from moebook import results, runtime
+from moebook.errors import Refusal
 
 EVIDENCE = ("moebook", "notebooks", "results", "requirements.lock")
 """What findings are made of: the code, protocols and their heads, runs and other records."""
 SHOWN = (*EVIDENCE, "book/notebooks", "recipes", "_config.yml")
 """What generated pages are made of: the runs that pages show, too, and what needs a GPU."""
+_HEADING = re.compile("^#.*$", re.MULTILINE)
 SEAL = "made_of.json"  # beside the generated pages: what they were made of, and their hashes
 
 
 def digest(folder: Path, parts: Sequence[str] = EVIDENCE) -> str:
-    """Hash parts of a project, byte by byte, and the versions of Python and the libraries."""
+    """Hash parts of a project (`_shown_elsewhere`), the versions of Python and of libraries."""
     places = {part: results.part(folder, part) for part in parts}
     places["moebook"] = results.files.PACKAGE
     found: list[object] = [
@@ -30,10 +35,39 @@ def digest(folder: Path, parts: Sequence[str] = EVIDENCE) -> str:
             found.append((part, results.digest(place)))
         for path in results.files.own(place, "**/*") if place.is_dir() else ():
             if path.is_file() and "__pycache__" not in path.parts:
-                found.append(
-                    (part, path.relative_to(place).as_posix(), results.digest(path))
-                )
+                name = path.relative_to(place).as_posix()
+                found.append((part, name, _shown_elsewhere(path)))
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def _shown_elsewhere(path: Path) -> str | None:
+    """Hash what findings and generated pages may show of a file: mostly all of it.
+
+    A sentence between a notebook's headings is shown on its own page alone. When it changes, the
+    executed copy changes, and the note in the run beside the copy that says which copy it is of.
+    What cannot be read counts by its bytes, as other files do.
+    """
+    with suppress(Refusal):
+        if path.suffix == ".ipynb":
+            return _notebook_digest(path)
+        if path.suffix == ".parquet" and path.with_suffix(".ipynb").is_file():
+            run = results.read_run(path)
+            noted = {**run.manifest, "executed": None}
+            plain = results.runs.packed(replace(run, manifest=noted))
+            return hashlib.sha256(plain).hexdigest()
+    return results.digest(path)
+
+
+def _notebook_digest(path: Path) -> str:
+    """Hash a notebook's code, tags, outputs and headings."""
+    cells: list[object] = []
+    for cell in results.read_ipynb(path)["cells"]:
+        if cell["cell_type"] == "code":
+            tags = cell["metadata"].get("tags", [])
+            cells.append((cell["source"], tags, cell.get("outputs", [])))
+        else:
+            cells.append(_HEADING.findall(cell["source"]))
+    return hashlib.sha256(json.dumps(cells).encode()).hexdigest()
 
 
 def seal(place: Path, made_of: str) -> None:

@@ -2,10 +2,11 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from moebook import results
 from moebook.notebook import book, freshness, warm
@@ -59,6 +60,7 @@ def test_only_what_has_changed_is_executed_again(project, capsys, monkeypatch):
         "executed"
     ] == results.digest(page)
 
+    source = project / "notebooks" / "01_toy.ipynb"
     with monkeypatch.context() as patch:  # nothing is started
         patch.setattr(warm, "warm", None)
         before = page.stat().st_mtime_ns
@@ -69,6 +71,14 @@ def test_only_what_has_changed_is_executed_again(project, capsys, monkeypatch):
         == f"toy at smoke: {same}\ntoy_findings at cpu: {same}\n"
     )
     assert page.stat().st_mtime_ns == before
+
+    with monkeypatch.context() as patch:  # nor for a sentence, which its page gets
+        patch.setattr(warm, "warm", None)
+        source.write_text(source.read_text().replace("# A toy", "# A toy\\nOne more."))
+        book.make("smoke", None, project)
+    assert capsys.readouterr().out.count(same) == 2
+    assert "One more." in page.read_text()
+    before = page.stat().st_mtime_ns
 
     (project / "results" / "new.parquet").touch()
     page.write_text(page.read_text() + " ")  # altered: it comes back
@@ -133,6 +143,40 @@ def test_generated_pages_are_current_until_what_they_are_made_of_changes(
     else:
         file.unlink()
         assert is_current(pages) == current
+
+
+RUN = results.Run(
+    "toy", "cpu", "cpu", 0, (), manifest={"seconds": 1.0, "executed": "a"}
+)
+
+
+def copy_of_a_run(sentence="One.", heading="# A toy", comment="", mean=1.0):
+    """An executed notebook: text, and a cell that printed a number."""
+    printed = new_output("stream", name="stdout", text=f"{mean}\n")
+    code = new_code_cell(f"print(mean){comment}", id="code", outputs=[printed])
+    text = new_markdown_cell(f"{heading}\n\n{sentence}", id="text")
+    return json.dumps(new_notebook(cells=[text, code]))
+
+
+def test_a_sentence_of_a_notebook_concerns_its_own_page_alone(pages):
+    copies = [
+        pages / "notebooks" / "01_toy.ipynb",
+        pages / "book" / "notebooks" / "01_toy.ipynb",
+    ]
+
+    def found(run=RUN, **changes):
+        for copy in copies:
+            results.write(copy, copy_of_a_run(**changes))
+        results.write_run(copies[1].with_suffix(".parquet"), run)
+        return [freshness.digest(pages, freshness.SHOWN), freshness.digest(pages)]
+
+    before = found()
+    other_copy = replace(RUN, manifest={**RUN.manifest, "executed": "b"})
+    assert found(other_copy, sentence="Two.") == before
+    slower = replace(RUN, manifest={**RUN.manifest, "seconds": 2.0})
+    assert found(slower)[0] != before[0]
+    for change in ({"heading": "# Toys"}, {"comment": "  # of all"}, {"mean": 2.0}):
+        assert not set(found(**change)) & set(before), change
 
 
 def test_a_new_file_or_library_counts_too(pages, monkeypatch):
