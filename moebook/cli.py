@@ -224,10 +224,10 @@ def command(*options: Option) -> Callable[[Command], Command]:
 )
 def run(options: argparse.Namespace) -> int:
     """Execute one notebook; the result goes to runs/mine/."""
-    from moebook import results
-    from moebook.notebook import parameters, runner, sources
+    from moebook import storage
+    from moebook.lab.run import parameters, runner, sources
 
-    folder = results.root()
+    folder = storage.root()
     declared = sources.find(folder, options.notebook).parameters
     given = parameters.read_options(declared, options.p)
     outcome = runner.run_notebook(
@@ -265,10 +265,10 @@ def run(options: argparse.Namespace) -> int:
 )
 def study(options: argparse.Namespace) -> int:
     """Add runs to a pool, one per seed; exit with 1 if one failed."""
-    from moebook import results
-    from moebook.notebook import study as studies
+    from moebook import storage
+    from moebook.lab.run import study as studies
 
-    folder = results.checkout()
+    folder = storage.checkout()
     needed = (options.notebook, options.protocol, options.seeds)
     if options.add:
         optional = (options.arms, options.jobs, options.gpus_per_run)
@@ -303,10 +303,10 @@ def study(options: argparse.Namespace) -> int:
 @command()
 def list_(options: argparse.Namespace) -> int:
     """List notebooks, parameters, protocols and their costs."""
-    from moebook import results
-    from moebook.notebook import sources
+    from moebook import storage
+    from moebook.lab.run import sources
 
-    print(sources.overview(results.root()))
+    print(sources.overview(storage.root()))
     return 0
 
 
@@ -336,9 +336,9 @@ def list_(options: argparse.Namespace) -> int:
 )
 def plan(options: argparse.Namespace) -> int:
     """Say what a notebook's trainings need, before they run: memory, hours, cost, what fits."""
-    from moebook import results
-    from moebook.bench import calibration
-    from moebook.notebook import plans
+    from moebook import storage
+    from moebook.lab.bench import calibration
+    from moebook.lab.pages import plans
 
     chosen = [bool(options.notebook), options.record, options.measure]
     if sum(chosen) != 1:
@@ -350,12 +350,12 @@ def plan(options: argparse.Namespace) -> int:
             options.protocol,
             options.p,
             options.gpu,
-            results.root(),
+            storage.root(),
             **assumptions,
         )
         print(report)
         return 0
-    folder = results.checkout()
+    folder = storage.checkout()
     if options.record:
         path = plans.record(folder)
     if options.measure:
@@ -376,10 +376,10 @@ def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 )
 def book(options: argparse.Namespace) -> int:
     """Execute the notebooks that have changed, and render the book."""
-    from moebook import results
-    from moebook.notebook import book as books
+    from moebook import storage
+    from moebook.lab.pages import book as books
 
-    books.make(options.tier, options.only, results.checkout())
+    books.make(options.tier, options.only, storage.checkout())
     return 0
 
 
@@ -388,12 +388,12 @@ def book(options: argparse.Namespace) -> int:
 )
 def serve(options: argparse.Namespace) -> int:
     """Show the rendered book to browsers on this machine."""
-    from moebook import results
-    from moebook.notebook import serving
+    from moebook import storage
+    from moebook.lab.pages import serving
 
     if not 0 <= options.port < 2**16:
         refuse("E-RANGE", f"--port is {options.port}; expected 0 to 65535")
-    serving.serve(results.checkout(), options.port)
+    serving.serve(storage.checkout(), options.port)
     return 0
 
 
@@ -483,10 +483,10 @@ def evaluate(options: argparse.Namespace) -> int:
 @command(option("notebook", nargs="?", help="short name, or bench; all by default"))
 def verify(options: argparse.Namespace) -> int:
     """Check the hashes and values of all runs; exit with 1 on a mismatch."""
-    from moebook import results
-    from moebook.notebook.verifying import verify as findings_of
+    from moebook import storage
+    from moebook.lab.run.verifying import verify as findings_of
 
-    findings = findings_of(options.notebook, results.root())
+    findings = findings_of(options.notebook, storage.root())
     print("\n".join(map(str, findings)) or "no runs: there is nothing to verify")
     return int(not findings or any(finding.failures for finding in findings))
 
@@ -494,7 +494,7 @@ def verify(options: argparse.Namespace) -> int:
 @command()
 def doctor(options: argparse.Namespace) -> int:
     """Check whether this machine is ready, and say what to do if not; exit with 1 then."""
-    from moebook.notebook.doctor import examine
+    from moebook.lab.run.doctor import examine
 
     ready = True
     for finding in examine(Path.cwd()):
@@ -514,7 +514,7 @@ def doctor(options: argparse.Namespace) -> int:
 )
 def audit(options: argparse.Namespace) -> int:
     """Recompute the derived numbers of the papers' tables."""
-    from moebook import papers
+    from moebook.lab import papers
 
     print(papers.report(papers.audit(options.paper), everything=options.all))
     return 0
@@ -523,10 +523,10 @@ def audit(options: argparse.Namespace) -> int:
 @command(option("notebook", help="an executed notebook, such as my_run.ipynb"))
 def compare(options: argparse.Namespace) -> int:
     """Compare an executed notebook with the book's runs."""
-    from moebook import results
-    from moebook.notebook.compare import compare as beside
+    from moebook import storage
+    from moebook.lab.pages.compare import compare as beside
 
-    print(beside(Path(options.notebook), results.root()))
+    print(beside(Path(options.notebook), storage.root()))
     return 0
 
 
@@ -547,9 +547,9 @@ def bench(options: argparse.Namespace) -> int:
     # Read when torch and NumPy are imported, which is below.
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     os.environ["GOMP_SPINCOUNT"] = "0"
-    from moebook import bench as benches
-    from moebook import results
-    from moebook.bench import report, scaling
+    from moebook import storage
+    from moebook.lab import bench as benches
+    from moebook.lab.bench import report, scaling
 
     if options.peers:
         others = (
@@ -573,7 +573,7 @@ def bench(options: argparse.Namespace) -> int:
             )
         print(scaling.throughput(options.scale or "small", options.rounds).to_string())
         return 0
-    folder = results.checkout()
+    folder = storage.checkout()
     device = options.device
     names = None if options.op is None else [options.op]
     frame = benches.measure(
@@ -602,10 +602,10 @@ def bench(options: argparse.Namespace) -> int:
 )
 def pretrain(options: argparse.Namespace) -> int:
     """Pretrain a base by its recipe, in runs/pretrain/; continue where it stopped."""
-    from moebook import results
+    from moebook import storage
     from moebook.models.load import PACKAGED, finished
 
-    folder = results.checkout()
+    folder = storage.checkout()
     sys.path.insert(0, str(folder))
     if find_spec("recipes") is None:
         why = "which are in the repository, not in the package"

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from moebook import papers
-from moebook.papers.printed import FROZEN, SIZED, WRITTEN, frozen_hash
+from moebook.lab import papers
+from moebook.lab.papers.printed import FROZEN, SIZED, WRITTEN, frozen_hash
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULTS = {"under": {}, "exact": False}  # of a claim's fields; None else
@@ -28,7 +28,7 @@ def written(folder: Path = ROOT) -> dict[str, dict[str, str]]:
     for paper in (*papers.PAPERS, *papers.OURS):
         now = {claim.id: claim.frozen for claim in papers.claims(paper)}
         since: dict[str, tuple[str, str]] = {}
-        for time, entries in _history(folder, f"moebook/papers/{paper}/claims.yaml"):
+        for time, entries in _history(folder, f"papers/{paper}/claims.yaml"):
             for entry in entries:
                 says = _hash(entry)
                 if since.get(entry["id"], ("", ""))[0] != says:
@@ -40,11 +40,15 @@ def written(folder: Path = ROOT) -> dict[str, dict[str, str]]:
     return found
 
 
-def _history(folder: Path, path: str) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Read all versions of a file, the oldest first, each with the time of its commit (UTC)."""
+def _history(folder: Path, name: str) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Read all versions of a file, the oldest first, each with the time of its commit (UTC).
+
+    Until November 2026 the papers stood outside the laboratory.
+    """
     git = ["git", "-C", str(folder)]
+    places = [f"moebook/lab/{name}", f"moebook/{name}"]
     log = subprocess.run(
-        [*git, "log", "--reverse", "--format=%H %ct", "--", path],
+        [*git, "log", "--reverse", "--format=%H %ct", "--", *places],
         capture_output=True,
         encoding="utf-8",
         check=True,
@@ -52,6 +56,13 @@ def _history(folder: Path, path: str) -> list[tuple[str, list[dict[str, Any]]]]:
     versions = []
     for line in log.stdout.splitlines():
         commit, seconds = line.split()
+        listed = subprocess.run(
+            [*git, "ls-tree", "-r", "--name-only", commit, "--", *places],
+            capture_output=True,
+            encoding="utf-8",
+            check=True,
+        )
+        (path,) = listed.stdout.split()
         shown = subprocess.run(
             [*git, "show", f"{commit}:{path}"],
             capture_output=True,
@@ -71,7 +82,7 @@ def _hash(entry: dict[str, Any]) -> str:
 
 def main() -> int:
     """Write the file."""
-    path = ROOT / "moebook" / "papers" / WRITTEN
+    path = ROOT / "moebook" / "lab" / "papers" / WRITTEN
     path.write_text(
         json.dumps(written(), indent=1, sort_keys=True) + "\n", encoding="utf-8"
     )

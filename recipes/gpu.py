@@ -19,9 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from moebook import results, runtime
+from moebook import runtime, storage
 from moebook.errors import Refusal
-from moebook.notebook import pages
+from moebook.lab.pages import pages
 
 MODULES = {
     "moebook": "moebook.cli",
@@ -42,12 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="say what has run on a GPU")
     options = parser.parse_args(arguments)
     try:
-        folder = results.root()
+        folder = storage.root()
         if options.list:
             print(pages.accelerated(folder), end="")
             return 0
         runtime.resolve_device(options.device)
-        with results.locked(folder / "runs" / "gpu.lock"):
+        with storage.locked(folder / "runs" / "gpu.lock"):
             return _run(
                 folder, options.device, time.monotonic() + 60 * options.minutes - GRACE
             )
@@ -63,7 +63,7 @@ def _run(folder: Path, device: str, end: float) -> int:
         if (left := end - time.monotonic()) < LEAST:
             break
         print(f"{name}: {command}", flush=True)
-        facts = _here(folder, device) | {"code": results.files.code(folder / code)}
+        facts = _here(folder, device) | {"code": storage.files.code(folder / code)}
         start = time.monotonic()
         facts["exit"], facts["seconds"] = (
             attempt(command, device, left),
@@ -78,7 +78,7 @@ def _run(folder: Path, device: str, end: float) -> int:
 def todo(folder: Path, device: str, place: Path) -> list[tuple[str, str, str]]:
     """List step, command and code of what has not ended well; last what failed or starts anew."""
     left = []
-    for name, step in results.read_yaml(folder / "recipes" / "gpu.yaml").items():
+    for name, step in storage.read_yaml(folder / "recipes" / "gpu.yaml").items():
         told = _told(place / f"{name}.json")
         for command in step.get("on_cpu" if device == "cpu" else "", step["commands"]):
             if (ended := told.get(command, {}).get("exit")) != 0:
@@ -112,7 +112,7 @@ def keep(path: Path, command: str, facts: dict[str, Any]) -> str:
     facts["seconds"] = round(
         facts["seconds"] + told.get(command, {}).get("seconds", 0), 1
     )
-    results.write(
+    storage.write(
         path, json.dumps(told | {command: facts}, indent=1, sort_keys=True) + "\n"
     )
     became = {0: "done", None: "stopped, to be continued"}
@@ -120,7 +120,7 @@ def keep(path: Path, command: str, facts: dict[str, Any]) -> str:
 
 
 def _told(path: Path) -> dict[str, Any]:
-    return results.read_json(path) if path.is_file() else {}
+    return storage.read_json(path) if path.is_file() else {}
 
 
 def _here(folder: Path, device: str) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _here(folder: Path, device: str) -> dict[str, Any]:
     return {
         "device": machine["cpu"] if device == "cpu" else machine["accelerator"],
         "torch": machine["versions"]["torch"],
-        "commit": results.commit(folder),
+        "commit": storage.commit(folder),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -31,9 +31,9 @@ from transformers import (
 from moebook.errors import Refusal, refuse
 from moebook.kernels import balance_loss
 from moebook.models import checkpoint
-from moebook.results import formed
 from moebook.runtime import environment, progress, resolve_device
 from moebook.settings import checked, settings
+from moebook.storage import formed
 from recipes import corpus
 
 SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}

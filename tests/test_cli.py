@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from moebook import cli, results
-from moebook.results import Run, store
-from tests.notebook.conftest import make_project
+from moebook import cli, storage
+from moebook.lab import records
+from moebook.lab.records import Run, store
+from tests.lab.conftest import make_project
 
 ROOT = str(Path(cli.__file__).parents[1])
 PARAMETERS = """\
@@ -168,7 +169,7 @@ def test_a_missing_repository_and_what_the_system_refuses_are_told(
     project, monkeypatch, capsys
 ):
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
-    results.write(project / "runs", "no folder")
+    storage.write(project / "runs", "no folder")
     for words, code, message in (
         (
             ["pretrain", "nano"],
@@ -244,7 +245,7 @@ def test_list_says_what_a_run_cost_or_what_its_manifest_lacks(
 ):
     for seed in (0, 2):
         run = Run("toy", "nano", "study", seed, (), manifest=manifest)
-        results.write_run(project / "results" / "toy" / "nano" / f"{seed}.parquet", run)
+        records.write_run(project / "results" / "toy" / "nano" / f"{seed}.parquet", run)
     code, (out, errors) = cli.main(["list"]), capsys.readouterr()
     if "incomplete" in told:
         assert code == 2 and errors.count("\n") == 1
@@ -254,7 +255,7 @@ def test_list_says_what_a_run_cost_or_what_its_manifest_lacks(
 
 
 def test_a_fault_of_ours_is_one_line_and_a_report_to_send(project, monkeypatch, capsys):
-    monkeypatch.setattr("moebook.results.root", lambda: {}["\x1b[2J"])
+    monkeypatch.setattr("moebook.storage.root", lambda: {}["\x1b[2J"])
     assert cli.main(["list"]) == 3
     told = capsys.readouterr()
     assert told.err.startswith(
@@ -272,7 +273,7 @@ def test_a_fault_of_ours_is_one_line_and_a_report_to_send(project, monkeypatch, 
 
 
 def test_a_book_is_made_and_an_audit_printed(project, monkeypatch, capsys):
-    from moebook.notebook import book
+    from moebook.lab.pages import book
 
     done: list[tuple[Any, ...]] = []
     monkeypatch.setattr(book, "make", lambda *given: done.append(given))

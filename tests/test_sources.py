@@ -22,7 +22,7 @@ MODULES = sorted(
     for top in ("moebook", "recipes", "workshop")
     for path in (ROOT / top).rglob("*.py")
 )
-BEGIN = "notebook.begin("  # ends the frame: imports and parameters, which come first
+BEGIN = "begin("  # ends the frame: imports and parameters, which come first
 # Calls that teach, as methods do.
 SHOWN = {
     "bench",
@@ -50,7 +50,7 @@ def code_cells(notebook: dict[str, Any]) -> list[Cell]:
 
 
 def frame(codes: list[Cell]) -> int:
-    """How many code cells the frame has: parameters and imports, up to `notebook.begin`."""
+    """How many code cells the frame has: parameters and imports, up to `begin`."""
     begins = (number for number, cell in enumerate(codes, 1) if BEGIN in code(cell))
     return next(begins, 0)
 
@@ -62,7 +62,7 @@ def cell_problems(number: int, cell: Cell, in_frame: bool) -> Iterator[str]:
         yield f"{where}holds outputs"
     imports = any(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes)
     if imports and not in_frame:
-        yield f"{where}imports after `notebook.begin`"
+        yield f"{where}imports after `begin`"
     calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
     draws = any(call.startswith("plotting.") for call in calls - {"plotting.style"})
     described = cell["metadata"].get("mystnb", {})
@@ -118,9 +118,9 @@ def notebook_problems(notebook: dict[str, Any]) -> Iterator[str]:
         if "parameters" in cell["metadata"].get("tags", [])
     ]
     if len(tagged) != 1 or tagged[0] >= framed:
-        yield "one code cell before `notebook.begin`, and no other, is tagged `parameters`"
+        yield "one code cell before `begin`, and no other, is tagged `parameters`"
     if not 2 <= framed <= 3:
-        yield "neither the second nor the third code cell calls `notebook.begin`"
+        yield "neither the second nor the third code cell calls `begin`"
     if not any(
         code(cell).startswith("# ") for cell in cells if cell["cell_type"] == "markdown"
     ):
@@ -184,7 +184,7 @@ def behind_the_frame(*sources: str) -> dict[str, Any]:
     frame = (
         "from moebook import plotting",
         "steps: int = 1",
-        "run = notebook.begin(In, {})",
+        "run = begin(In, {})",
     )
     cells: list[Cell] = [
         {"cell_type": "markdown", "metadata": {}, "source": "# A title"}
@@ -239,7 +239,7 @@ def test_outputs_missing_text_and_a_missing_frame_are_found():
         "holds outputs",
         "after it is missing",
         "tagged `para",
-        "`notebook.begin`",
+        "`begin`",
     ):
         assert fault in problems
 

@@ -14,9 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from moebook import results
+from moebook import storage
 from moebook.errors import Refusal, refuse
-from moebook.notebook.sources import size
+from moebook.lab.run.sources import size
 from workshop import editions, pdf, slides
 
 README = """# moebook, workshop pack
@@ -127,7 +127,7 @@ def _run(command: list[str], what: str, **how: object) -> str:
 
 if __name__ == "__main__":
     try:
-        print(f"pack: {main(results.checkout())}")
+        print(f"pack: {main(storage.checkout())}")
     except Refusal as refusal:
         print(refusal, file=sys.stderr)
         sys.exit(2)

@@ -11,9 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from moebook import results
+from moebook import storage
 from moebook.errors import Refusal, refuse
-from moebook.notebook import rendering
+from moebook.lab.pages import rendering
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PRINT = "--headless --no-sandbox --disable-gpu --no-pdf-header-footer".split()
@@ -40,7 +40,7 @@ def write(target: Path, folder: Path) -> Path:
 
 if __name__ == "__main__":
     try:
-        place = results.checkout()
+        place = storage.checkout()
         print(f"pdf: {write(place / '_build' / 'moebook.pdf', place)}")
     except Refusal as refusal:
         print(refusal, file=sys.stderr)

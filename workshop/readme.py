@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moebook import results
-from moebook.notebook import findings, pace, pages, verdicts
-from moebook.notebook.pages import TITLES
+from moebook import storage
+from moebook.lab.evidence import findings, verdicts
+from moebook.lab.pages import pages
+from moebook.lab.pages.pages import TITLES
+from moebook.lab.run import pace
 
 MARK = "<!-- {}: python -m workshop.readme -->\n"
 
@@ -38,6 +40,6 @@ def renewed(text: str, folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    place = results.checkout()
+    place = storage.checkout()
     readme = place / "README.md"
-    results.write(readme, renewed(readme.read_text(encoding="utf-8"), place))
+    storage.write(readme, renewed(readme.read_text(encoding="utf-8"), place))

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import jinja2
 from nbconvert.filters import markdown2html
 
-from moebook import papers, results
-from moebook.notebook import findings, verdicts
-from moebook.notebook.pages import TITLES
+from moebook import storage
+from moebook.lab import papers
+from moebook.lab.evidence import findings, verdicts
+from moebook.lab.pages.pages import TITLES
 from workshop.editions import exercises, plain
 
 HERE = Path(__file__).parent
@@ -64,7 +65,7 @@ def slides(paper: str, folder: Path) -> Iterator[Slide]:
             text = "\n".join(mine[at : at + MOST])
             yield Slide(f"What we found: {verdicts.LABELS[label]}", text)
     for notebook in sorted((book / "notebooks").glob(f"*_{paper}_findings.ipynb")):
-        yield from _figures(results.read_ipynb(notebook)["cells"])
+        yield from _figures(storage.read_ipynb(notebook)["cells"])
     title, tasks = exercises(book / f"{paper}_exercises.md")
     yield Slide(title, "\n".join(f"- {task.title}" for task in tasks))
 
@@ -109,5 +110,5 @@ def write(target: Path, folder: Path) -> list[Path]:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m workshop.slides FOLDER")
-    for deck in write(Path(sys.argv[1]), results.root()):
+    for deck in write(Path(sys.argv[1]), storage.root()):
         print(deck)

@@ -1,7 +1,7 @@
 """How long the commands of the README take: ``python -m workshop.times`` in a checkout.
 
 It runs them in fresh clones, one after the other, and writes ``results/times.json``, which README,
-pages and notebooks (`moebook.notebook.pace`) read. Name some of them to measure those alone:
+pages and notebooks (`moebook.lab.run.pace`) read. Name some of them to measure those alone:
 ``book``, ``smoke``, ``test``, ``soak``. Nothing else may run meanwhile; clones take our ``.venv``.
 """
 
@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import moebook
-from moebook import results, runtime
+from moebook import runtime, storage
 from moebook.errors import Refusal, refuse, refuse_unknown
-from moebook.notebook import children, pace
+from moebook.lab import records
+from moebook.lab.run import children, pace
 
 TIERS = {"book": "cpu", "smoke": "smoke"}  # at which a command executes the notebooks
 QUIET = 0.3  # mean number of other programs at work from which nothing is measured
@@ -44,7 +45,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         if done.returncode:
             refuse("E-TIMES", f"{command} ended with status {done.returncode}")
         pages = sorted((clone / "book" / "notebooks").glob("*.parquet"))
-        runs = [results.runs.read_head(path) for path in pages]
+        runs = [records.runs.read_head(path) for path in pages]
         found["notebooks"] = {run.notebook: run.manifest["cpu_seconds"] for run in runs}
     return found
 
@@ -78,16 +79,16 @@ def main(names: list[str], folder: Path) -> Path:
             told["notebooks"][TIERS[name]] = taken
         found |= {
             "date": datetime.now(UTC).date().isoformat(),
-            "commit": results.commit(folder),
+            "commit": storage.commit(folder),
         }
         told["commands"][name] = found
-        results.write(path, json.dumps(told, indent=1) + "\n")
+        storage.write(path, json.dumps(told, indent=1) + "\n")
     return path
 
 
 def measured_pace(folder: Path) -> float:
     """Measure this machine in a process of one thread, as notebooks of the book have."""
-    code = "from moebook.notebook import pace; print(pace.pace(5.0))"
+    code = "from moebook.lab.run import pace; print(pace.pace(5.0))"
     with children.lifeline() as (waiting, _):
         return float(children.run(code, folder=folder, waiting=waiting)[-1])
 
@@ -96,6 +97,6 @@ if __name__ == "__main__":
     try:
         for name in sys.argv[1:]:
             refuse_unknown(name, pace.COMMANDS, "E-USAGE", f"unknown '{name}':")
-        print(main(sys.argv[1:] or list(pace.COMMANDS), results.checkout()))
+        print(main(sys.argv[1:] or list(pace.COMMANDS), storage.checkout()))
     except Refusal as refusal:
         sys.exit(str(refusal))

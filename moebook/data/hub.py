@@ -22,8 +22,8 @@ from pydantic import Field, SkipValidation
 from moebook.data.reading import ENDINGS, Rows, local
 from moebook.data.templates import Row, Source
 from moebook.errors import nearest, refuse, refuse_unknown
-from moebook.results import formed
 from moebook.settings import NAMED, Place, checked
+from moebook.storage import formed
 
 with formed(Path(__file__).with_name("catalogue.yaml")) as _FILE:
     CATALOGUE = {name: Source(**entry) for name, entry in _FILE["sets"].items()}

@@ -14,10 +14,10 @@ from moebook.data import hub, tasks
 from moebook.data.tasks import KNOWN, Item, Task
 from moebook.errors import extra, nearest, refuse
 from moebook.evaluation.model import InMemory
+from moebook.intervals import interval
 from moebook.nn import evaluating
-from moebook.results import formed
-from moebook.results.intervals import interval
 from moebook.settings import Count, Each, Place, checked, columns
+from moebook.storage import formed
 
 PROGRAMS = ("humaneval", "mbpp")  # what a model writes for them runs
 

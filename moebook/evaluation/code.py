@@ -33,9 +33,9 @@ from moebook.errors import refuse
 from moebook.evaluation.model import InMemory, Limit
 from moebook.evaluation.sandbox import judged
 from moebook.models.checkpoint import hashed
-from moebook.results import read_json, write
 from moebook.runtime import cores, progress
 from moebook.settings import Count, Size, checked, settings
+from moebook.storage import read_json, write
 
 SHOWN = (2, 3, 4)  # numbers of the solved tasks before one of MBPP's
 Programs = list[tuple[str, str]]  # an item's: text and verdict

@@ -32,9 +32,9 @@ from tenacity import (
 
 from moebook.data import tasks
 from moebook.errors import refuse, refuse_unknown
-from moebook.results import formed, read_json, write
 from moebook.runtime import progress
 from moebook.settings import Count, Positive, checked, columns, settings
+from moebook.storage import formed, read_json, write
 
 ADDRESS = "MOEBOOK_JUDGE_URL"
 MODEL = "MOEBOOK_JUDGE_MODEL"

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from moebook import __version__
 from moebook.errors import refuse, told
-from moebook.results import digest, locked, read_json
-from moebook.results.files import DATA, foreign
 from moebook.settings import Place, checked, restored, settings
+from moebook.storage import digest, locked, read_json
+from moebook.storage.files import DATA, foreign
 
 MANIFEST = "MANIFEST.json"
 DIGEST = "MANIFEST.sha256"

@@ -38,8 +38,8 @@ from moebook.errors import Refusal, nearest, refuse, refuse_unknown
 from moebook.models import checkpoint
 from moebook.models.conventions import check, check_quantised, check_values, items
 from moebook.nn import settle
-from moebook.results import digest, read_json
 from moebook.runtime import resolve_device
+from moebook.storage import digest, read_json
 
 PACKAGED = ("nano", "nano-moe")
 LAYERS = 10_000  # at most, of any kind, before transformers makes a list of them

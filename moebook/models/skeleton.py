@@ -32,7 +32,7 @@ from moebook.errors import nearest, refuse, refuse_unknown
 from moebook.models.anatomy import anatomy
 from moebook.models.conventions import check_values
 from moebook.models.load import LAYERS, quiet, telling
-from moebook.results import formed, read_json
+from moebook.storage import formed, read_json
 
 FUSED = "counted"  # our attention among the implementations of transformers
 MADE = "transformers_version"

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from moebook import results
+from moebook import storage
 from moebook.errors import Refusal, located, refuse, told
 from moebook.models import checkpoint, fingerprint
 from moebook.runtime import FOUND, RESUME, environment, processes, versions
@@ -117,8 +117,8 @@ class Store:
         if folder.exists() and not folder.is_dir():
             refuse("E-PATH", f"{folder} is a file; expected a folder for checkpoints")
         # In a run nobody else can be there but the kernel of a killed one, about to end.
-        with results.locked(folder / ".lock", wait=not self.asked):
-            results.sweep(folder)
+        with storage.locked(folder / ".lock", wait=not self.asked):
+            storage.sweep(folder)
             for leftover in (*folder.glob(".stage-*"), *folder.glob(".trash-*")):
                 shutil.rmtree(leftover)
             yield
@@ -167,7 +167,7 @@ class Store:
             return history
         restored = self.restore(model, optimizer, schedule, newest)
         if not self.asked:  # what the run's time counts in
-            results.write(self.folder / FOUND, str(restored.seconds[-1]))
+            storage.write(self.folder / FOUND, str(restored.seconds[-1]))
         return replace(restored, milestones=history.milestones)
 
     def save_if_due(
@@ -211,7 +211,7 @@ class Store:
     ) -> History:
         """Go back to a step's checkpoint and return its history; refuse damage and others'."""
         path = self.folder / f"step-{step}"
-        found = checkpoint.verify(path) | results.read_json(path / FACTS)
+        found = checkpoint.verify(path) | storage.read_json(path / FACTS)
         with located(path):
             kept = _Kept(
                 **{name: found[name] for name in _Kept.__annotations__ if name in found}

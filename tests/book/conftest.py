@@ -5,8 +5,8 @@ import json
 import pytest
 from chromium import Chromium, installed
 
-from moebook.notebook import publish, warm
-from moebook.notebook.generated import RENDERER
+from moebook.lab.pages.generated import RENDERER
+from moebook.lab.run import publish, warm
 
 
 @pytest.fixture

@@ -12,11 +12,12 @@ import gate
 import matplotlib
 import pytest
 
-from moebook import papers, plotting, results
+from moebook import storage
 from moebook.errors import Refusal
-from moebook.notebook import book, generated
-from moebook.notebook.session import GLUE
-from moebook.results import Run, Value, write_run
+from moebook.lab import papers, plotting
+from moebook.lab.pages import book, generated
+from moebook.lab.records import Run, Value, write_run
+from moebook.lab.run.session import GLUE
 from tests.refusals import refused
 from workshop import pdf, slides
 
@@ -130,7 +131,7 @@ def project(tmp_path_factory):
     """A project and its rendered book, made once for all workers; a warning of the build fails."""
     place = tmp_path_factory.getbasetemp()
     place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
-    with results.locked(place / "book.lock", wait=True):
+    with storage.locked(place / "book.lock", wait=True):
         if not (place / "book").exists():
             _render(tmp_path_factory.mktemp("project")).rename(place / "book")
     return place / "book"

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 import yaml
 
-from moebook.notebook import pages
+from moebook.lab.pages import pages
 from workshop import editions, readme
 
 PAGES = sorted(editions.BOOK.glob("*_exercises.md"))

@@ -8,9 +8,11 @@ from functools import partial
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from moebook import results
-from moebook.notebook import book, freshness, warm
-from tests.notebook.conftest import TOY, make_project
+from moebook import storage
+from moebook.lab import records
+from moebook.lab.pages import book
+from moebook.lab.run import freshness, warm
+from tests.lab.conftest import TOY, make_project
 from tests.refusals import refused
 
 FINDINGS = """\
@@ -24,11 +26,11 @@ def project(tmp_path, monkeypatch):
     folder = make_project(tmp_path / "toy", *TOY)
     tier = 'tier: str = "cpu"  # scale {smoke, cpu}'
     declared = new_code_cell(tier, metadata={"tags": ["parameters"]})
-    begin = "from moebook import notebook\nrun = notebook.begin(In, globals())"
+    begin = "from moebook.lab.run import begin\nrun = begin(In, globals())"
     findings = new_notebook(
         cells=[declared, new_code_cell(begin), new_code_cell(FINDINGS)]
     )
-    results.write(folder / "notebooks" / "01_toy_findings.ipynb", json.dumps(findings))
+    storage.write(folder / "notebooks" / "01_toy_findings.ipynb", json.dumps(findings))
     (folder / "results").mkdir()
     monkeypatch.setattr(book, "build", lambda *given: None)
     monkeypatch.setattr(book, "_pages_are_current", lambda folder: True)
@@ -56,9 +58,9 @@ def test_only_what_has_changed_is_executed_again(project, capsys, monkeypatch):
     ]
     assert all(line.endswith(" s") for line in executed) and printed(project) == "[]\n"
     page = project / "book" / "notebooks" / "01_toy.ipynb"
-    assert results.read_run(page.with_suffix(".parquet")).manifest[
+    assert records.read_run(page.with_suffix(".parquet")).manifest[
         "executed"
-    ] == results.digest(page)
+    ] == storage.digest(page)
 
     source = project / "notebooks" / "01_toy.ipynb"
     with monkeypatch.context() as patch:  # nothing is started
@@ -92,8 +94,8 @@ def test_only_what_has_changed_is_executed_again(project, capsys, monkeypatch):
 
 MADE_OF = [  # files, and whether pages are still current when one of them has changed
     ("moebook/a.py", False),
-    ("moebook/notebook/templates/a.md", False),
-    ("moebook/papers/a.csv", False),
+    ("moebook/lab/pages/templates/a.md", False),
+    ("moebook/lab/papers/a.csv", False),
     ("notebooks/01_toy.nano.yaml", False),
     ("notebooks/01_toy.ipynb", False),
     ("results/toy/nano/0.parquet", False),
@@ -113,8 +115,8 @@ MADE_OF = [  # files, and whether pages are still current when one of them has c
 def pages(tmp_path, monkeypatch):
     """A project with generated pages that are current."""
     for name, _ in MADE_OF:
-        results.write(tmp_path / name, name)
-    monkeypatch.setattr("moebook.results.files.PACKAGE", tmp_path / "moebook")
+        storage.write(tmp_path / name, name)
+    monkeypatch.setattr("moebook.storage.files.PACKAGE", tmp_path / "moebook")
     place = tmp_path / "book" / "_generated"
     freshness.seal(place, freshness.digest(tmp_path, freshness.SHOWN))
     return tmp_path
@@ -145,7 +147,7 @@ def test_generated_pages_are_current_until_what_they_are_made_of_changes(
         assert is_current(pages) == current
 
 
-RUN = results.Run(
+RUN = records.Run(
     "toy", "cpu", "cpu", 0, (), manifest={"seconds": 1.0, "executed": "a"}
 )
 
@@ -166,8 +168,8 @@ def test_a_sentence_of_a_notebook_concerns_its_own_page_alone(pages):
 
     def found(run=RUN, **changes):
         for copy in copies:
-            results.write(copy, copy_of_a_run(**changes))
-        results.write_run(copies[1].with_suffix(".parquet"), run)
+            storage.write(copy, copy_of_a_run(**changes))
+        records.write_run(copies[1].with_suffix(".parquet"), run)
         return [freshness.digest(pages, freshness.SHOWN), freshness.digest(pages)]
 
     before = found()
@@ -180,7 +182,7 @@ def test_a_sentence_of_a_notebook_concerns_its_own_page_alone(pages):
 
 
 def test_a_new_file_or_library_counts_too(pages, monkeypatch):
-    results.write(pages / "results" / "toy" / "nano" / "1.parquet", "new")
+    storage.write(pages / "results" / "toy" / "nano" / "1.parquet", "new")
     assert not is_current(pages)
     (pages / "results" / "toy" / "nano" / "1.parquet").unlink()
     assert is_current(pages)

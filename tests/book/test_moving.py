@@ -9,12 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from moebook import papers
+from moebook.lab import papers
+from moebook.lab.evidence import verdicts
+from moebook.lab.pages import moving, pages
+from moebook.lab.records import Run, Value, write_run
+from moebook.lab.records.runs import Curve
+from moebook.lab.records.store import Pool
 from moebook.methods import pesc, rocket
-from moebook.notebook import moving, pages, verdicts
-from moebook.results import Run, Value, write_run
-from moebook.results.runs import Curve
-from moebook.results.store import Pool
 
 pytestmark = pytest.mark.browser
 BOOK = Path(__file__).parents[2] / "book"

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from moebook import papers
-from moebook.notebook import findings, pages, verdicts
-from moebook.papers.arithmetic import Finding
-from moebook.results import Run, Value, write, write_run
-from moebook.results.store import LIVE, Pool
+from moebook.lab import papers
+from moebook.lab.evidence import findings, verdicts
+from moebook.lab.pages import pages
+from moebook.lab.papers.arithmetic import Finding
+from moebook.lab.records import Run, Value, write_run
+from moebook.lab.records.store import LIVE, Pool
+from moebook.storage import write
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
@@ -309,7 +311,7 @@ def project(tmp_path):
 
 
 def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
-    _, pooled, live = pages.records(project).split("<b>PESC</b><br>")
+    _, pooled, live = pages.recorded(project).split("<b>PESC</b><br>")
     for fact in (
         "nano (committed)",
         "2 seeds: 0, 3<",
@@ -321,7 +323,7 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
         assert fact in pooled
     for fact in ("this build (smoke, on its page)", "1 seed: 0<", "of 2026-01-02; "):
         assert fact in live
-    assert pages.records(project / "empty") == "No run has been recorded yet.\n"
+    assert pages.recorded(project / "empty") == "No run has been recorded yet.\n"
 
 
 def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_effect():

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from moebook.notebook import book, rendering
-from moebook.results import folders
+from moebook.lab.pages import book, rendering
+from moebook.storage import folders
 from tests.book.conftest import PAGES, write_edition
 from tests.refusals import refused
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 RENDER = """
 import sys
 from pathlib import Path
-from moebook.notebook import rendering
+from moebook.lab.pages import rendering
 rendering.render(Path.cwd(), place=sys.argv[1] or None)"""
 
 

@@ -8,10 +8,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from moebook import results
-from moebook.notebook import freshness, rendering, serving
-from moebook.results import folders
-from tests.notebook.conftest import TOY, make_project
+from moebook import storage
+from moebook.lab.pages import rendering, serving
+from moebook.lab.run import freshness
+from moebook.storage import folders
+from tests.lab.conftest import TOY, make_project
 from tests.refusals import refused
 
 
@@ -229,7 +230,7 @@ def test_sources_are_watched_and_what_builds_write_is_not(fresh):
         "runs/a",
         "README.md",
     ):
-        results.write(fresh / name, "new")
+        storage.write(fresh / name, "new")
     assert serving.stamps(fresh) == before
     for name in (
         "book/a.md",
@@ -237,7 +238,7 @@ def test_sources_are_watched_and_what_builds_write_is_not(fresh):
         "results/a",
         "notebooks/01_toy.nano.yaml",
     ):
-        results.write(fresh / name, "new")
+        storage.write(fresh / name, "new")
         assert serving.stamps(fresh).keys() ^ before.keys() <= {name}
         assert serving.stamps(fresh)[name] != before.get(name)
         before = serving.stamps(fresh)

@@ -4,7 +4,7 @@ import random
 import re
 from pathlib import Path
 
-from moebook.notebook import parameters, sources
+from moebook.lab.run import parameters, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ("pesc", "router_init", "rocket", "esft", "rivals", "together")

@@ -14,8 +14,9 @@ from datasets import Dataset
 from moebook import experiments, lists, models
 from moebook.experiments import experiment as module
 from moebook.experiments import rates
+from moebook.lab.pages import plans
+from moebook.lab.run import parameters, sources, study
 from moebook.methods import pesc
-from moebook.notebook import parameters, plans, sources, study
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from moebook import experiments
-from moebook.notebook import parameters, plans, sources
+from moebook.lab.pages import plans
+from moebook.lab.run import parameters, sources
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]

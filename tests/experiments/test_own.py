@@ -8,7 +8,7 @@ import pytest
 from moebook import data, experiments
 from moebook.data import tasks
 from moebook.experiments import needs
-from moebook.notebook import parameters, sources
+from moebook.lab.run import parameters, sources
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,9 @@ import torch
 
 from moebook import data, experiments, models, runtime
 from moebook.experiments import experiment as module
+from moebook.lab.pages import plans
+from moebook.lab.run import parameters, sources
 from moebook.methods import upcycling
-from moebook.notebook import parameters, plans, sources
 from moebook.training import batches, fit
 from tests.refusals import refused
 

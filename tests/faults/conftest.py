@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from moebook import results, runtime
+from moebook import runtime, storage
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +41,7 @@ def figures(times: int) -> Iterator[Callable[..., None]]:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "times": times,
             "seconds": round(time.monotonic() - start),
-            "commit": results.commit(ROOT),
+            "commit": storage.commit(ROOT),
             "versions": runtime.versions(),
         }
         record |= {part: facts | {"kinds": kinds} for part, kinds in counts.items()}

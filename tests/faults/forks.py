@@ -14,11 +14,11 @@ from pathlib import Path
 import jupyter_client.launcher
 from ipykernel import kernelapp
 
-from moebook import cli, results
+from moebook import cli, storage
 from moebook.data import tasks
 
 REPOSITORY = Path(__file__).parents[2]
-OURS = "bench evaluation methods.esft methods.pesc methods.upcycling notebook.runner together"
+OURS = "lab.bench evaluation methods.esft methods.pesc methods.upcycling lab.run.runner together"
 PRELOADED = [
     "datasets",
     "ipykernel.ipkernel",
@@ -96,7 +96,7 @@ def serve():
     """Fork for each line that comes, and again for its kernel."""
     for name in PRELOADED:
         import_module(name)
-    results.files.loaded()  # what a notebook hashes is hashed once
+    storage.files.loaded()  # what a notebook hashes is hashed once
     sum(task.majority for task in tasks.KNOWN.values())  # and tasks are split once
     jupyter_client.launcher.Popen = Kernel
     for line in sys.stdin:

@@ -21,23 +21,25 @@ import torch
 import transformers
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
-from moebook import models, papers, results
+from moebook import models, storage
 from moebook.data import hub
 from moebook.errors import Refusal
+from moebook.lab import papers, records
+from moebook.lab.pages import book, pages
+from moebook.lab.pages.compare import compare
+from moebook.lab.papers import printed
+from moebook.lab.records import Curve, Run, Value, store
+from moebook.lab.run import sources
+from moebook.lab.run.session import VALUE
+from moebook.lab.run.verifying import verify
 from moebook.methods import esft, pesc
 from moebook.methods.rocket import Config, loras, mixture
 from moebook.models.checkpoint import fingerprint
-from moebook.notebook import book, pages, sources
-from moebook.notebook.compare import compare
-from moebook.notebook.session import VALUE
-from moebook.notebook.verifying import verify
-from moebook.papers import printed
-from moebook.results import Curve, Run, Value, store
 from moebook.training.checkpoints import History, Store
 from recipes.pretrain import Recipe
-from tests.notebook.conftest import ran
+from tests.lab.conftest import ran
 
-PACKAGE = results.files.PACKAGE
+PACKAGE = storage.files.PACKAGE
 Get = Callable[[str], Any]  # of a fixture by its name
 
 
@@ -212,7 +214,7 @@ def make_project(folder: Path, get: Get) -> None:
     (folder / ".commit").write_text("0" * 40)
     (folder / "requirements.lock").write_text("torch==2.13.0\n")
     shown = [
-        new_output("display_data", {VALUE: results.plain(value)}) for value in VALUES
+        new_output("display_data", {VALUE: records.plain(value)}) for value in VALUES
     ]
     tagged = new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})
     title = {
@@ -259,10 +261,10 @@ def make_project(folder: Path, get: Get) -> None:
         ("bench", "cpu", "cpu", "results/bench/cpu/0.parquet"),
         ("toy", "smoke", "smoke", "book/notebooks/01_toy.parquet"),
     ):
-        executed = {"executed": results.digest(page)} if "book" in place else {}
+        executed = {"executed": storage.digest(page)} if "book" in place else {}
         run = Run(name, protocol, tier, manifest=manifest | executed, **parts)
         if "book" in place:
-            results.write_run(folder / place, run)
+            records.write_run(folder / place, run)
         else:
             store.keep(run, folder / place, folder)
 
@@ -280,7 +282,7 @@ def verified(name: str | None, shown: Callable[[Path], Any]) -> Callable[[Path],
 
 def page(folder: Path) -> Any:
     book._check(folder, "01_toy", "smoke")
-    run = results.read_run(folder / "book" / "notebooks" / "01_toy.parquet")
+    run = records.read_run(folder / "book" / "notebooks" / "01_toy.parquet")
     return repr(run), pages.Places(folder)._anchors, pages.badge(run, folder)
 
 
@@ -318,7 +320,11 @@ def make_papers(folder: Path, get: Get) -> None:
     (folder / "esft" / "stated.yaml").write_text(STATED)
     setting = "paper:\n  lr: {value: 0.1, where: Sec. 2}\n"
     (folder / "esft" / "hyperparameters.yaml").write_text(setting)
-    claims = (PACKAGE / "papers" / "esft" / "claims.yaml").read_text().split("\n- id:")
+    claims = (
+        (PACKAGE / "lab" / "papers" / "esft" / "claims.yaml")
+        .read_text()
+        .split("\n- id:")
+    )
     (folder / "esft" / "claims.yaml").write_text("\n- id:".join(claims[:3]))
 
 
@@ -384,8 +390,8 @@ PACKAGED = {
         "methods/rocket/catalogue.yaml",
         "methods/rocket/nano/recipe.yaml",
     ],
-    "bench/running.py": ["bench/cases.yaml"],
-    "bench/report.py": ["bench/goals.yaml"],
+    "lab/bench/running.py": ["lab/bench/cases.yaml"],
+    "lab/bench/report.py": ["lab/bench/goals.yaml"],
 }
 
 
@@ -492,7 +498,7 @@ OTHERS: list[tuple[Any, dict[str, Callable[[Path], Any]]]] = [
             ).design("nano"),
             "book/_toc.yml": book.notebook_pages,
             "_config.yml": lambda folder: pages.Places(folder)._repository,
-            ".commit": results.commit,
+            ".commit": storage.commit,
         },
     ),
     (

@@ -17,14 +17,16 @@ import pytest
 import torch
 from kinds import training
 
-from moebook import results
+from moebook import storage
 from moebook.errors import Refusal, told
+from moebook.lab import records
+from moebook.lab.pages import book
+from moebook.lab.records import Run, Value, store
+from moebook.lab.run import study
 from moebook.models import checkpoint
-from moebook.notebook import book, study
-from moebook.results import Run, Value, store
 from moebook.training.checkpoints import History, Store
-from tests.notebook import test_study
-from tests.notebook.conftest import TOY, make_project
+from tests.lab.conftest import TOY, make_project
+from tests.lab.run import test_study
 
 FREEING = ("unlink", "rmdir", "rename", "replace")
 CALLS = (*FREEING, "open", "write", "fsync", "mkdir", "chmod")
@@ -147,14 +149,14 @@ def publish(folder: Path, value: int) -> None:
     text = PAGE % value
     executed = folder / "executed.ipynb"
     executed.write_text(text)
-    results.write_run(executed.with_suffix(".parquet"), run(value, text))
+    records.write_run(executed.with_suffix(".parquet"), run(value, text))
     book._publish(executed, "01_toy", folder)
 
 
 def published(folder: Path) -> Any:
     page = folder / "book" / "notebooks" / "01_toy.ipynb"
-    told = results.read_run(page.with_suffix(".parquet"))
-    if told.manifest["executed"] != results.digest(page):
+    told = records.read_run(page.with_suffix(".parquet"))
+    if told.manifest["executed"] != storage.digest(page):
         return None  # counts as missing, and is executed again
     return told.values[0].value
 

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from moebook import results
-from moebook.notebook.verifying import verify
-from tests.notebook import test_study
-from tests.notebook.conftest import REPOSITORY, TORCH, TOY, make_project
+from moebook import storage
+from moebook.lab import records
+from moebook.lab.run.verifying import verify
+from tests.lab.conftest import REPOSITORY, TORCH, TOY, make_project
+from tests.lab.run import test_study
 
 pytestmark = pytest.mark.timeout(600 * int(os.environ.get("MOEBOOK_FAULTS", "1")))
 soak = pytest.mark.soak
@@ -28,7 +29,7 @@ IMPORTS = """\
 import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
-from moebook import notebook
+from moebook.lab.run import begin
 from moebook.training import fit"""
 PARAMETERS = """\
 tier: str = "smoke"  # scale {smoke, study}
@@ -76,8 +77,8 @@ class Toy:
     def kept(self):
         """The run in the store, which has its page, or None."""
         for path in self.folder.glob("runs/mine/toy/*.parquet"):
-            run = results.read_run(path)
-            assert run.manifest["executed"] == results.digest(
+            run = records.read_run(path)
+            assert run.manifest["executed"] == storage.digest(
                 path.with_suffix(".ipynb")
             )
             return run

@@ -16,13 +16,15 @@ import nbformat
 import pytest
 from nbformat.v4 import output_from_msg
 
-from moebook import results
+from moebook import storage
 from moebook.errors import Refusal
-from moebook.notebook import book, runner, sources, study
-from moebook.notebook.session import VALUE
-from moebook.notebook.verifying import verify
-from moebook.results import Value, plain, store
-from tests.notebook.conftest import make_project, ran
+from moebook.lab import records
+from moebook.lab.pages import book
+from moebook.lab.records import Value, plain, store
+from moebook.lab.run import runner, sources, study
+from moebook.lab.run.session import VALUE
+from moebook.lab.run.verifying import verify
+from tests.lab.conftest import make_project, ran
 
 PARAMETERS = """\
 tier: str = "smoke"  # scale {smoke, study}
@@ -107,11 +109,11 @@ def test_aligned_writers_tear_nothing(tmp_path, monkeypatch, processes, times, f
             process.join()
         assert count.keys() <= {"torn", "kept", "published", "added", "E-LOCKED"}, count
         for path in (folder / "runs" / "mine" / "toy").glob("*.ipynb"):
-            run = results.read_run(path.with_suffix(".parquet"))
+            run = records.read_run(path.with_suffix(".parquet"))
             shown = json.loads(path.read_text())["cells"][-1]["outputs"][0]["data"][
                 VALUE
             ]
-            hashes = run.manifest["executed"], results.digest(path)
+            hashes = run.manifest["executed"], storage.digest(path)
             count["torn"] += len({*hashes}) > 1 or shown != plain(run.values[0])
         findings = verify(None, folder)
         assert len(findings) == 2 and not any(
@@ -178,10 +180,10 @@ def test_whatever_fails_while_a_run_is_kept_its_copy_is_named(
         monkeypatch.context() as patch,
         pytest.raises(Refusal, match="copy is ") as refusal,
     ):
-        patch.setattr(results.runs, "packed", Mock(side_effect=error))
+        patch.setattr(records.runs, "packed", Mock(side_effect=error))
         if full:
             patch.setattr(
-                results, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space"))
+                storage, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space"))
             )
         begin()
     copy = request.folder / str(refusal.value).rpartition("copy is ")[2]
@@ -211,7 +213,7 @@ def test_the_next_run_sweeps_what_killed_ones_left_and_nothing_that_lives(run):
     for path in dead + live:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    with results.locked(temporary / "moebook-000a11fe.lock"), results.locked(live[1]):
+    with storage.locked(temporary / "moebook-000a11fe.lock"), storage.locked(live[1]):
         begin()
         assert all(path.exists() for path in live)
     assert not any(path.exists() for path in dead)

@@ -15,14 +15,15 @@ import pytest
 import torch
 from torch import nn
 
-from moebook import evaluation, experiments, papers
+from moebook import evaluation, experiments
 from moebook.analysis import routing
 from moebook.data.tasks import KNOWN
 from moebook.errors import Refusal
+from moebook.lab import papers
+from moebook.lab.run import sources
 from moebook.methods import pesc
 from moebook.models.anatomy import anatomy
 from moebook.nn import ExpertMoE, routers
-from moebook.notebook import sources
 from moebook.training import step_memory
 from tests.refusals import refused
 

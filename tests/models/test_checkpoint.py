@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from moebook import results
+from moebook import storage
 from moebook.models import checkpoint, fingerprint
 from tests.refusals import refused
 
@@ -41,7 +41,7 @@ def point_outside(folder):
     content["files"]["../../x"] = content["files"].pop("a.json")
     manifest.write_text(json.dumps(content))
     (folder / checkpoint.DIGEST).write_text(
-        f"{results.digest(manifest)}  {manifest.name}\n"
+        f"{storage.digest(manifest)}  {manifest.name}\n"
     )
 
 

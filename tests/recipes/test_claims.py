@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moebook import results
-from moebook.papers.printed import FOLDER, WRITTEN
+from moebook import storage
+from moebook.lab.papers.printed import FOLDER, WRITTEN
 from recipes import claims
 
 FIRST = "3231a0c"  # the commit that began with claims
@@ -16,7 +16,7 @@ def test_the_record_of_when_claims_were_written_is_that_of_the_history():
     git = ["git", "-C", str(claims.ROOT), "merge-base", "--is-ancestor", FIRST, "HEAD"]
     if subprocess.run(git, capture_output=True).returncode:
         pytest.skip("git's history does not reach back to the first claims")
-    recorded = results.read_json(Path(FOLDER / WRITTEN))
+    recorded = storage.read_json(Path(FOLDER / WRITTEN))
     found = claims.written()
     assert {name: found.get(name) for name in recorded} == recorded
 

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from moebook import cli
-from moebook.notebook import pages, parameters, sources
+from moebook.lab.pages import pages
+from moebook.lab.run import parameters, sources
 from recipes import gpu
 
 ROOT = Path(__file__).parents[2]

@@ -9,14 +9,16 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from moebook import data, models, plotting, together, training
+from moebook import data, models, together, training
 from moebook.analysis.routers import logit_scale
+from moebook.lab import plotting
+from moebook.lab.pages import pages
+from moebook.lab.records import store
 from moebook.methods import esft, pesc, upcycling
 from moebook.methods.rocket.loras import Lora, attached, linears
 from moebook.models.anatomy import sparse_layers
 from moebook.nn import routers
-from moebook.notebook import pages
-from moebook.results import root, store
+from moebook.storage import root
 from moebook.together import budget, combining
 from moebook.together.arms import bank_rank, choose
 from tests.refusals import refused

@@ -15,7 +15,7 @@ from moebook.data.tasks.item import Item
 from moebook.data.tasks.pools import POOLS, general
 from moebook.data.tasks.task import SPLITS, TEST, VALIDATION, Task
 from moebook.errors import refuse_unknown
-from moebook.results import digest, formed
+from moebook.storage import digest, formed
 
 
 def _catalogue(entries: Mapping[str, Any]) -> dict[str, Task]:

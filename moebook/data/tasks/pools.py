@@ -22,7 +22,7 @@ from string import Formatter
 from num2words import num2words
 
 from moebook.data.tasks.task import Item, Pool, shipped
-from moebook.results import formed
+from moebook.storage import formed
 
 EXPRESSIONS = 6_000
 FAMILIES = 6_000

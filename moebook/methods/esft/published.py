@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from moebook.errors import located, refuse
-from moebook.results import read_json
 from moebook.settings import Kind, settings
+from moebook.storage import read_json
 
 ByLayer = dict[int, Annotated[dict[int, float], Field(min_length=1)]]
 

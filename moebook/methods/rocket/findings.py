@@ -13,12 +13,12 @@ from torch import nn
 
 from moebook import evaluation
 from moebook.errors import refuse, refuse_unknown
+from moebook.intervals import interval
 from moebook.kernels.dispatch import shapes
 from moebook.methods.rocket import mixture
 from moebook.methods.rocket.loras import Lora, attached
 from moebook.methods.rocket.pipeline import Case
 from moebook.models.checkpoint import origin
-from moebook.results.intervals import interval
 from moebook.settings import Each, checked, columns
 
 Accuracy = Annotated[float, Field(ge=0, le=1)]

@@ -33,8 +33,8 @@ from moebook.kernels.dispatch import FLOATS, shapes
 from moebook.kernels.matmul import wide
 from moebook.models import checkpoint
 from moebook.models.anatomy import beside
-from moebook.results import read_json
 from moebook.settings import FINITE, Positive, record, settings
+from moebook.storage import read_json
 
 SETTINGS, TENSORS, PICKLE = (
     "adapter_config.json",

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow.dataset import ParquetFileFormat, dataset
 
-from moebook import cluster, models, results
+from moebook import cluster, models, storage
 from moebook.errors import Refusal, refuse, told
 from moebook.kernels.dispatch import shapes
 from moebook.methods.rocket import augmentation, bank, loras, scoring, selection
@@ -335,7 +335,7 @@ def _done(
         if outcome["problem"]:
             problems.append(outcome["problem"])
         else:
-            results.write(to / outcome["name"], outcome["content"])
+            storage.write(to / outcome["name"], outcome["content"])
     if problems:
         code, _, text = min(problems).partition(": ")
         kept = f"{len(tasks) - len(problems)} of {len(tasks)} parts are kept in {to}"

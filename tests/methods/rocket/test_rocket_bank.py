@@ -8,9 +8,10 @@ import lm_eval.tasks
 import pytest
 import torch
 
-from moebook import models, papers, runtime
+from moebook import models, runtime
 from moebook.data import tasks
 from moebook.errors import Refusal
+from moebook.lab import papers
 from moebook.methods import rocket
 from moebook.methods.rocket import bank, loras
 from moebook.models import checkpoint

@@ -11,14 +11,15 @@ import pandas as pd
 import pytest
 import torch
 
-from moebook import models, notebook, papers, runtime
+from moebook import models, runtime
 from moebook.data import hub
 from moebook.errors import Refusal
+from moebook.lab import papers
+from moebook.lab.run import listed, sources
 from moebook.methods import rocket
 from moebook.methods.rocket import Config, augmentation, findings, pipeline
 from moebook.models.checkpoint import fingerprint, origin
 from moebook.nn import routers
-from moebook.notebook import sources
 from tests.refusals import refused
 
 
@@ -294,7 +295,7 @@ MODULES = {
     "rocket": rocket,
     "hub": hub,
     "pd": pd,
-    "notebook": notebook,
+    "listed": listed,
     "models": models,
 }
 
@@ -332,7 +333,7 @@ def test_protocols_run_arms_that_there_are():
         given = {f.name: used[f.name] for f in fields(rocket.Config) if f.name in used}
         main = rocket.Config.preset(used["preset"], **given)
         known = rocket.pipeline.arms(main, strict=used["strict"])
-        assert used["arms"] == "all" or notebook.listed("arms", used["arms"], known)
+        assert used["arms"] == "all" or listed("arms", used["arms"], known)
 
 
 @pytest.mark.parametrize("tier", ["gpu", "paper"])

@@ -1,0 +1,1 @@
+"""What the pools show: designs, verdicts, and findings as tables and figures."""

@@ -1,0 +1,242 @@
+"""The heads of protocols: what was decided before their studies, and what came of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from moebook import lists, storage
+from moebook.errors import refuse
+from moebook.intervals import interval, sees
+from moebook.lab.evidence.verdicts import quantity
+from moebook.lab.records import store
+from moebook.lab.records.store import Pool
+from moebook.lab.run import sources, study
+from moebook.lab.run.sources import duration
+
+MARK = "Decided before the first run."
+PRIMARY, SMALLEST, SEEDS = "Primary measure", "Smallest effect of interest", "Seeds"
+SPREAD, ROWS, OTHERS = "Spread on record", "Test rows", "Ten other seeds"
+DECIDED = (PRIMARY, SMALLEST, SEEDS, SPREAD, ROWS, OTHERS)
+"""What the head of a protocol decides before these runs, a line each; the last two if any."""
+_EFFECT = re.compile(
+    r"\{(\S+?)(?: less (\S+?(?: and \S+?)*))?(?: in (\w+))?(?: of ([\d,-]+))?\}"
+)
+
+
+class Design(NamedTuple):
+    """A protocol whose head says what was decided, and the pool of its runs."""
+
+    notebook: str
+    protocol: str
+    facts: dict[str, str]  # by `DECIDED`, and what is computed from runs
+    prose: str  # the rest of the head, in Markdown
+    pool: Pool | None
+    fewer: str  # arms with fewer seeds than the pool
+    decides: list[str]  # ids of claims; without any it is exploratory
+
+
+def read(folder: Path) -> list[Design]:
+    """Read the heads of a project's protocols that were written before the runs."""
+    every = []
+    for name, notebook in sources.notebooks(folder).items():
+        pools = store.pools(name, folder)
+        for protocol in notebook.protocols:
+            head = notebook.head(protocol)
+            if MARK not in head:
+                continue
+            told, pool = notebook.facts(protocol), pools.get(protocol)
+            facts = {fact: text for fact, text in told.items() if fact in DECIDED}
+            facts |= _computed(facts, pools, protocol, folder)
+            facts |= _departures(folder, notebook, protocol, pool)
+            arms = str(notebook.settings(protocol).get("arms", "")).split(",")
+            every.append(
+                Design(
+                    name,
+                    protocol,
+                    facts,
+                    filled(_prose(head), pools, protocol),
+                    pool,
+                    pool.lacking(arms) if pool else "",
+                    notebook.decides(protocol),
+                )
+            )
+    return every
+
+
+def _prose(head: Iterable[str]) -> str:
+    """Return what a head says beside its facts: commands as code, empty lines as paragraphs."""
+    said = []
+    for line in head:
+        if line.partition(":")[0] in (*DECIDED, "Decides", MARK):
+            continue
+        command = re.match(r"(\w+=\S+ )*moebook ", line)
+        said.append(f"`{line}`" if command else line or "\n\n")
+    return " ".join(said)
+
+
+def _departures(
+    folder: Path, notebook: sources.Notebook, protocol: str, pool: Pool | None
+) -> dict[str, str]:
+    """Say where a pool departs from its design: seeds, and what changed after its first run.
+
+    What the file said then is looked up in git, at the commit of the first run; without that
+    history nothing is said of changes.
+    """
+    if pool is None:
+        return {}
+    found, told = {}, notebook.facts(protocol)
+    if SEEDS in told:
+        planned = {
+            *study.seeds(told[SEEDS]),
+            *study.seeds(told.get(OTHERS, told[SEEDS])),
+        }
+        if missing := planned.difference(pool.seeds):
+            found["Stopped early"] = (
+                f"{len(planned) - len(missing)} of {len(planned)} seeds ran"
+            )
+        if more := set(pool.seeds).difference(planned):
+            found["Seeds added later"] = ", ".join(map(str, sorted(more)))
+    path = notebook.path.with_name(f"{notebook.path.stem}.{protocol}.yaml")
+    first = min(pool.runs, key=lambda run: str(run.manifest.get("date", "")))
+    before = storage.files.at(first.manifest.get("commit"), path, folder)
+    if before is not None:
+        changes = _changes(before, path.read_text(encoding="utf-8"))
+        if changes:
+            found["Changed after its first run"] = ", ".join(changes)
+        planned_arms = _told(before).get("arms", notebook.defaults.get("arms", ""))
+        if more_arms := _added(pool, str(planned_arms)):
+            found["Arms added later"] = ", ".join(more_arms)
+    return found
+
+
+def _added(pool: Pool, planned: str) -> list[str]:
+    """Name the arms of a pool that its file did not name before the first run."""
+    if planned == lists.ALL:
+        return []
+    arms = {arm for run in pool.runs for arm in run.arms}
+    return sorted(arms.difference(planned.split(",")))
+
+
+def _changes(before: str, now: str) -> list[str]:
+    """Name the facts and parameters of a protocol that its file says otherwise than before."""
+    then, since = _told(before), _told(now)
+    names = then.keys() | since.keys()
+    return sorted(name for name in names if then.get(name) != since.get(name))
+
+
+def _told(text: str) -> dict[str, str]:
+    """Return the facts that a protocol's head says, and its parameters, by name.
+
+    A fact that stands on several lines, as ``Decides`` may, is all of them.
+    """
+    told: dict[str, str] = {}
+    for line in text.splitlines():
+        remark = line.startswith("#")
+        name, colon, value = line.lstrip("# ").partition(": ")
+        if colon and (not remark or name in (*DECIDED, "Decides")):
+            told[name] = f"{told[name]}, {value}" if name in told else value
+    return told
+
+
+def filled(prose: str, pools: Mapping[str, Pool], protocol: str) -> str:
+    """Write effects into a text of a protocol, in the place of what names them between braces.
+
+    ``{a less b}`` is value a less value b, or a number, in its pool, with an interval at 95 %;
+    ``{a less b and c}`` is that less the mean of two; ``{a}`` one value;
+    ``{a less b in nano of 3-5}`` names another pool, and seeds of it. What a pool does not have is
+    refused (E-POOL); where there is no pool, that is said.
+    """
+
+    def written(match: re.Match[str]) -> str:
+        name, other, elsewhere, seeds = match.groups()
+        where = elsewhere or protocol
+        if (pool := pools.get(where)) is None:
+            return f"(no pool {where} on record)"
+        if seeds:
+            kept = study.seeds(seeds)
+            pool = replace(
+                pool, runs=tuple(run for run in pool.runs if run.seed in kept)
+            )
+        if not len(effects := pool.effects(name, other and _reference(other))):
+            refuse(
+                "E-POOL",
+                f"head of {protocol}: the pool of {where} has no {match[0][1:-1]}",
+            )
+        unit, compared = next(iter(pool.values(name).values())).unit, other is not None
+        number, *ends = (
+            quantity(x, unit, compared=compared)
+            for x in (float(effects.mean()), *(interval(effects) or ()))
+        )
+        return (
+            number
+            + f" ({' to '.join(end.partition(' ')[0] for end in ends)})" * bool(ends)
+        )
+
+    return _EFFECT.sub(written, prose)
+
+
+def _on_record(
+    facts: Mapping[str, str], pools: Mapping[str, Pool], folder: Path
+) -> np.ndarray | None:
+    """Return the effects on record by whose spread a design is simulated; None without a pool.
+
+    ``Spread on record: nano`` is the primary measure in another pool of the notebook. Where no pool
+    has its arms another measure stands in for it, behind a colon, and where another notebook has
+    that, its name before the pool's: ``rivals/fresh: a less b``.
+    """
+    where, _, measure = facts[SPREAD].partition(": ")
+    notebook, _, protocol = where.rpartition("/")
+    if notebook:
+        pools = store.pools(notebook, folder)
+    if (pool := pools.get(protocol)) is None:
+        return None
+    value, other = (measure or facts[PRIMARY]).split(" less ")
+    return pool.effects(value, _reference(other))
+
+
+def _reference(text: str) -> store.Reference:
+    """Read what stands behind "less": a value's name, several whose mean is meant, or a number."""
+    if " and " in text:
+        return tuple(text.split(" and "))
+    return text if "/" in text else float(text)
+
+
+def _computed(
+    facts: Mapping[str, str], pools: Mapping[str, Pool], protocol: str, folder: Path
+) -> dict[str, str]:
+    """What follows from a head's facts and the pools: the chance to see the effect; what was seen.
+
+    The chance is simulated from the spread on record.
+    """
+    found, measure, ran = dict[str, str](), facts.get(PRIMARY, ""), pools.get(protocol)
+    effects = _on_record(facts, pools, folder) if {*facts} >= {*DECIDED[:4]} else None
+    if effects is not None:
+        number, items = len(study.seeds(facts[SEEDS])), int(facts.get(ROWS, 0))
+        seen = partial(sees, effects, float(facts[SMALLEST]), items=items)
+        said, had = (
+            f"{seen(number):.0%} with {number} seeds",
+            len(ran.seeds) if ran else 0,
+        )
+        said += (
+            f", {seen(had):.0%} with the {had} that have run"
+            if 1 < had < number
+            else ""
+        )
+        found["Chance to see it"] = said
+    if ran is None:
+        return found
+    if re.fullmatch(r"\S+/\S+ less \S+( and \S+)*", measure):
+        found["Found"] = filled(f"{{{measure}}}", pools, protocol)
+    if held := ran.at_end(*ran.rates):
+        found["At an end of its rates"] = held
+    took = [float(run.manifest["seconds"]) for run in ran.runs]
+    return found | {
+        "A run took": " to ".join(dict.fromkeys(map(duration, (min(took), max(took)))))
+    }

@@ -1,0 +1,482 @@
+"""Verdicts: what pools of runs say about the papers' claims, one verdict a scale.
+
+Many pools may measure a claim. At each scale one of them decides it: the one whose protocol names
+the claim in its head (``Decides:``), which is written before the pool's first run. All others are
+exploratory: they stand beside the verdict and never make one. There is no verdict over scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from moebook import storage
+from moebook.errors import refuse
+from moebook.intervals import CONFIDENCE, interval, p_value, visible
+from moebook.lab import papers
+from moebook.lab.papers import Claim
+from moebook.lab.records import store
+from moebook.lab.records.store import COMMITTED, MARKED, SEEDS, Pool
+from moebook.lab.run import sources
+
+LABELS = {  # as a reader should meet them: what each is called where there is little room
+    "direction fails": "fails",
+    "reproduced": "reproduced",
+    "direction holds": "holds",
+    "excludes the paper's size": "excludes the paper's size",
+    "too small to see here": "too small to see",
+    "inconclusive": "cannot tell",
+    "exploratory": "exploratory only",
+    "not testable here": "not testable",
+    "not run": "not run",
+    "withdrawn": "withdrawn",
+}
+OPEN = ("too small to see here", "inconclusive")
+"""Labels of measurements that decided nothing, not even the paper's size."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One claim in one pool."""
+
+    claim: Claim
+    pool: Pool = field(repr=False)
+    # Value minus reference, see `Pool.effects`: [S, I].
+    effects: np.ndarray = field(repr=False)
+
+    @property
+    def seeds(self) -> int:
+        """Number of seeds."""
+        return len(self.effects)
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is computed, not sampled: so it has no interval and needs no seeds."""
+        return self.claim.exact or self.pool.published
+
+    @property
+    def effect(self) -> float:
+        """Mean effect, in the claim's unit."""
+        return float(self.effects[0].mean() if self.exact else self.effects.mean())
+
+    @cached_property
+    def interval(self) -> tuple[float, float] | None:
+        """Interval of the effect at 95 %; None for exact claims and single numbers."""
+        return None if self.exact else interval(self.effects)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Lower and upper end of what is known: the interval, else the effect alone."""
+        return self.interval or (self.effect, self.effect)
+
+    @property
+    def side(self) -> int:
+        """Where the interval lies: 1 as claimed, -1 on the other side, 0 across the border."""
+        return side(self.claim, *self.ends)
+
+    @property
+    def label(self) -> str:
+        """What it would say if it decided, one of `LABELS`.
+
+        "reproduced" asks for all: a run at the paper's scale, the claimed side, and an effect
+        within the tolerance of the paper's number. An interval across the border "excludes the
+        paper's size" if that lies outside it and anything differed; if it does not, and is smaller
+        than what the pool could see, it is "too small to see here". What is computed must agree on
+        all tasks.
+        """
+        if self.claim.untestable and self.pool.tier != "paper":
+            return "not testable here"
+        if not self.enough or self._tasks_disagree:
+            return "inconclusive"
+        if self.side < 0:
+            return "direction fails"
+        if self.side > 0:
+            return "reproduced" if self._reproduces else "direction holds"
+        return self._undecided
+
+    @property
+    def _tasks_disagree(self) -> bool:
+        return self.exact and len({*self.by_task.values(), self.side}) > 1
+
+    @property
+    def _reproduces(self) -> bool:
+        """Whether it ran at the paper's scale and lies within the tolerance of its number."""
+        claimed, tolerance = self.claim.claimed, self.claim.tolerance or 0.0
+        near = claimed is not None and abs(self.effect - claimed) <= tolerance
+        return near and self.pool.tier == "paper" and not self.pool.published
+
+    @property
+    def _undecided(self) -> str:
+        """The label of an interval that lies across the border."""
+        claimed = self.claim.claimed
+        compares = self.claim.direction in ("greater", "less")
+        if claimed is None or not self.smallest or not compares:
+            return "inconclusive"
+        low, high = self.ends
+        if not low <= claimed <= high:
+            return "excludes the paper's size"
+        return (
+            "too small to see here" if abs(claimed) < self.smallest else "inconclusive"
+        )
+
+    @cached_property
+    def parts(self) -> dict[str, np.ndarray]:
+        """Effects by task or domain; empty where not all of its seeds recorded them alone."""
+        parts = self.pool.parts(self.claim.value, self.claim.reference)
+        return parts if {*map(len, parts.values())} <= {self.seeds} else {}
+
+    @property
+    def by_task(self) -> dict[str, int]:
+        """Side of the mean effect by task, as `side`."""
+        means = {task: float(effects.mean()) for task, effects in self.parts.items()}
+        return {task: side(self.claim, mean, mean) for task, mean in means.items()}
+
+    def stands(self, without: str = "") -> bool:
+        """Whether the mean over tasks that weigh alike, but one, lies where the verdict does."""
+        kept = (part for task, part in self.parts.items() if task != without)
+        ends = interval(store.mean(kept))
+        return side(self.claim, *(ends or (0.0, 0.0))) == self.side
+
+    @property
+    def enough(self) -> bool:
+        """Whether there is enough to decide: exact, or a study with `SEEDS` seeds to compare."""
+        if self.exact:
+            return True
+        compared = self.claim.kind == "direction" or self.claim.reference is not None
+        return self.pool.tier in COMMITTED and (self.seeds >= SEEDS or not compared)
+
+    @property
+    def smallest(self) -> float | None:
+        """The smallest effect that this pool could have seen: half the interval's length."""
+        return (self.interval[1] - self.interval[0]) / 2 if self.interval else None
+
+    @cached_property
+    def visible(self) -> float | None:
+        """The true effect that four in five studies like it would decide; None where it cannot."""
+        if self.interval is None or self.seeds < SEEDS or not self.smallest:
+            return None
+        return visible(self.effects)
+
+    @property
+    def strength(self) -> float:
+        """The mean effect over the smallest that could have been seen: above 1 it is decided."""
+        return abs(self.effect) / self.smallest if self.smallest else 0.0
+
+
+def measure(claim: Claim, pool: Pool) -> Measurement | None:
+    """Find a claim's effect in a pool; None without evidence, and another unit is refused.
+
+    No evidence are runs at another tier, or under other parameters, arms never run together, arms
+    of other sizes than the claim's, and arms that differ on no test item: neither can do the task.
+    """
+    if (
+        pool.tier not in claim.scales
+        or not claim.under.items() <= pool.runs[0].settings.items()
+    ):
+        return None
+    for name in claim.values:
+        for value in pool.values(name).values():
+            if value.unit != claim.unit:
+                refuse(
+                    "E-VERDICT",
+                    f"{name} is recorded in {value.unit}; {claim.id}: {claim.unit}",
+                )
+    if claim.times and not _sized(claim, pool):
+        return None
+    effects = pool.effects(claim.value, claim.reference)
+    apart = claim.direction == "equal" or effects.shape[1] == 1 or effects.any()
+    return Measurement(claim, pool, effects) if len(effects) and apart else None
+
+
+def _sized(claim: Claim, pool: Pool) -> bool:
+    """Whether one arm trained as many times the weights of the other as the claim is about."""
+    one, other = map(pool.average, claim.sizes)
+    low, high = claim.times or (0.0, 0.0)
+    return bool(one and other and low <= one / other <= high)
+
+
+def side(claim: Claim, low: float, high: float) -> int:
+    """Where an interval lies, as `Measurement.side` says."""
+    if claim.direction == "greater":
+        return int(low > 0) - int(high < 0)
+    if claim.direction == "less":
+        return int(high < 0) - int(low > 0)
+    target, tolerance = claim.claimed or 0.0, claim.tolerance or 0.0
+    if target - tolerance <= low and high <= target + tolerance:
+        return 1
+    return -int(high < target - tolerance or low > target + tolerance)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of a claim at one scale: the measurement that decides it, and the others."""
+
+    claim: Claim
+    scale: str
+    deciding: Measurement | None
+    exploratory: tuple[Measurement, ...] = ()
+    # Benjamini and Hochberg's correction over all, with `MARKED` seeds.
+    survives: bool = False
+
+    @property
+    def shown(self) -> Measurement:
+        """The measurement that a reader sees first: the deciding one, else that of most seeds."""
+        return self.deciding or max(self.exploratory, key=lambda one: one.seeds)
+
+    @property
+    def late(self) -> bool:
+        """Whether the claim came to say what it says after the first run that decides it."""
+        claim, measured = self.claim, self.deciding
+        if measured is None or measured.exact:
+            return False
+        seeds = measured.pool.having(*claim.values)
+        runs = [run.manifest for run in measured.pool.runs if run.seed in seeds]
+        if any(claim.id not in run["claims"] for run in runs if "claims" in run):
+            return True
+        dates = [run.get("date") for run in runs]
+        return any(date and claim.since and date < claim.since for date in dates)
+
+    @property
+    def label(self) -> str:
+        """The verdict, one of `LABELS`."""
+        if self.deciding is None:
+            return "exploratory"
+        if self.deciding.exact and len({one.side for one in self._computed}) > 1:
+            return "inconclusive"
+        return self.deciding.label
+
+    @property
+    def _computed(self) -> list[Measurement]:
+        every = [self.deciding, *self.exploratory]
+        return [one for one in every if one is not None and one.exact]
+
+    @cached_property
+    def together(self) -> Measurement | None:
+        """All seeds of all committed pools at this scale, whose designs differ: exploratory.
+
+        None where there is one pool alone. Test items count where all pools asked the same number.
+        """
+        every = [self.deciding, *self.exploratory]
+        several = [
+            one for one in every if one and one.pool.tier in COMMITTED and not one.exact
+        ]
+        if len(several) < 2:
+            return None
+        effects = [one.effects for one in several]
+        if len({part.shape[1] for part in effects}) > 1:
+            effects = [part.mean(axis=1, keepdims=True) for part in effects]
+        return replace(self.shown, effects=np.concatenate(effects))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the ledger: a claim and its verdicts, the smallest scale first."""
+
+    claim: Claim
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """All its measurements, scale by scale, those that decide first."""
+        return tuple(
+            one
+            for verdict in self.verdicts
+            for one in (verdict.deciding, *verdict.exploratory)
+            if one is not None
+        )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Its verdicts, a scale each; one that says why not where it has none.
+
+        A claim that has ended is withdrawn, whatever it measured: that stands in `verdicts`.
+        """
+        if self.claim.ended:
+            return ("withdrawn",)
+        if self.verdicts:
+            return tuple(verdict.label for verdict in self.verdicts)
+        return ("not testable here" if self.claim.untestable else "not run",)
+
+    @property
+    def decided(self) -> tuple[Verdict, ...]:
+        """Its verdicts at scales that a pool decides; none where it has ended."""
+        if self.claim.ended:
+            return ()
+        return tuple(verdict for verdict in self.verdicts if verdict.deciding)
+
+    def at(self, scale: str) -> Verdict | None:
+        """Its verdict at a scale; None where nothing measured it there."""
+        return next((one for one in self.verdicts if one.scale == scale), None)
+
+
+def row(claim: Claim, pools: Iterable[Pool], deciders: Collection[str] = ()) -> Row:
+    """Measure a claim in pools; those of the protocols ``deciders`` decide, one a scale.
+
+    What is computed needs no decider: the newest pool is taken, and the others must agree.
+    """
+    scales: dict[str, list[Measurement]] = {}
+    for pool in sorted(pools, key=lambda pool: pool.rank):
+        if measured := measure(claim, pool):
+            scales.setdefault(pool.scale, []).append(measured)
+    found = []
+    for scale, every in sorted(scales.items(), key=lambda pair: store.size(pair[0])):
+        deciding = [one for one in every if one.pool.protocol in deciders]
+        if not deciding and all(one.exact for one in every):
+            deciding = [
+                max(every, key=lambda one: str(one.pool.last.manifest.get("date", "")))
+            ]
+        if len(deciding) > 1:
+            names = " and ".join(one.pool.protocol for one in deciding)
+            refuse(
+                "E-CONFIG", f"{claim.id}: {names} both decide it at {scale}; one may"
+            )
+        first = deciding[0] if deciding else None
+        others = tuple(one for one in every if one is not first)
+        found.append(Verdict(claim, scale, first, others))
+    return Row(claim, tuple(found))
+
+
+def ledger(
+    folder: Path | None = None, paper: str | None = None, *, live: bool = True
+) -> list[Row]:
+    """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too.
+
+    A claim that says something else than when a run that decides it began is refused (E-CLAIM).
+    """
+    claims = papers.claims()
+    names = {claim.run for claim in claims}
+    pools = {name: store.pools(name, folder, shown=live) for name in names}
+    deciders = sources.deciders(folder or storage.root())
+    rows = [
+        row(one, pools[one.run].values(), deciders.get(one.id, ())) for one in claims
+    ]
+    for one in rows:
+        for verdict in one.decided:
+            _frozen(verdict)
+    sure = set(chance(rows).hochberg)
+    wanted = [one for one in rows if paper in (None, one.claim.paper)]
+    return [_marked(one, sure) for one in wanted]
+
+
+def _marked(row: Row, sure: Collection[Decision]) -> Row:
+    """Mark the verdicts that survive the correction and rest on `MARKED` seeds."""
+    marked = tuple(
+        replace(
+            verdict,
+            survives=Decision(row.claim.id, verdict.scale) in sure
+            and verdict.shown.seeds >= MARKED,
+        )
+        for verdict in row.verdicts
+    )
+    return replace(row, verdicts=marked)
+
+
+def _frozen(verdict: Verdict) -> None:
+    """Refuse a claim that was changed after a run of the pool that decides it (E-CLAIM)."""
+    measured, claim = verdict.deciding, verdict.claim
+    for run in measured.pool.runs if measured else ():
+        then: Mapping[str, str] = run.manifest.get("claims", {})
+        if then.get(claim.id, claim.frozen) != claim.frozen:
+            refuse(
+                "E-CLAIM",
+                f"{claim.id} was changed after seed {run.seed} of {run.notebook}/{run.protocol} "
+                "ran, which decides it; give what it says now a new id, and bring the old one back",
+            )
+
+
+def repeated(pool: Pool, other: Collection[int]) -> list[tuple[Verdict, Verdict]]:
+    """Judge each sampled claim twice: by a pool without its ``other`` seeds, and by these alone."""
+    before = replace(
+        pool, runs=tuple(run for run in pool.runs if run.seed not in other)
+    )
+    after = replace(pool, runs=tuple(run for run in pool.runs if run.seed in other))
+    if not before.runs or not after.runs:
+        return []
+    pairs = []
+    for claim in papers.claims():
+        if claim.run != pool.notebook or claim.exact or claim.ended:
+            continue
+        one, two = measure(claim, before), measure(claim, after)
+        if one and two and one.enough and two.enough:
+            pairs.append(
+                (Verdict(claim, pool.scale, one), Verdict(claim, pool.scale, two))
+            )
+    return pairs
+
+
+class Decision(NamedTuple):
+    """One claim at one scale."""
+
+    claim: str
+    scale: str
+
+
+@dataclass(frozen=True)
+class Chance:
+    """What chance alone would do to the verdicts of a ledger."""
+
+    # Claims of a direction that seeds of pools that decide have tested.
+    tested: tuple[Decision, ...]
+    decided: tuple[Decision, ...]  # those with a verdict (holds or fails)
+    # Survive Benjamini and Hochberg's: 5 % of them false on average.
+    hochberg: tuple[Decision, ...]
+
+
+def chance(rows: Sequence[Row]) -> Chance:
+    """Ask how many verdicts chance would give, and which survive a correction for their number."""
+    p = {
+        Decision(row.claim.id, verdict.scale): p_value(verdict.deciding.effects)
+        for row in rows
+        for verdict in row.decided
+        if verdict.deciding and _tests_a_direction(verdict.deciding)
+    }
+    adjusted = stats.false_discovery_control(list(p.values())) if p else []
+    return Chance(
+        tested=tuple(p),
+        decided=tuple(test for test in p if p[test] < 1 - CONFIDENCE),
+        hochberg=tuple(
+            t for t, q in zip(p, adjusted, strict=True) if q <= 1 - CONFIDENCE
+        ),
+    )
+
+
+def _tests_a_direction(measured: Measurement) -> bool:
+    claim = measured.claim
+    sampled = measured.interval is not None and measured.effects.size > 1
+    directed = claim.direction in ("greater", "less") and not claim.untestable
+    return measured.enough and sampled and directed
+
+
+def seeds(number: int) -> str:
+    """Write a number of seeds."""
+    return f"{number} seed" + "s" * (number != 1)
+
+
+def span(claim: Claim, low: float, high: float) -> str:
+    """Format the ends of an interval, the unit once."""
+    return f"{amount(claim, low).partition(' ')[0]} to {amount(claim, high)}"
+
+
+def amount(claim: Claim, effect: float) -> str:
+    """Format a claim's effect for a reader."""
+    return quantity(effect, claim.unit, compared=claim.reference is not None)
+
+
+def quantity(number: float, unit: str, *, compared: bool) -> str:
+    """Format a number of a unit: shares as points or per cent, counts with commas."""
+    sign = "+" * compared
+    if unit == "share":
+        return f"{100 * number:{sign}.1f} {'points' if compared else '%'}"
+    if unit == "percent_points":
+        return f"{number:+.1f} points"
+    if unit == "count":
+        return f"{number:{sign},.0f}"
+    return f"{number:{sign}.3g}" + f" {unit}" * (
+        unit not in ("ratio", "number", "correlation")
+    )

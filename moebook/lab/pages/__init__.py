@@ -1,0 +1,1 @@
+"""The book: pages made of pools and templates, rendered, served."""

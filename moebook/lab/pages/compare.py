@@ -1,0 +1,174 @@
+"""A reader's run beside the book's and the papers' numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from moebook import storage
+from moebook.errors import printable, refuse
+from moebook.intervals import CONFIDENCE, another
+from moebook.lab import papers
+from moebook.lab.evidence import findings, verdicts
+from moebook.lab.records import TIERS, Run, store
+from moebook.lab.records.store import CLASS, Pool
+from moebook.lab.run import publish, sources
+
+UNKNOWN = "unknown"
+
+
+def compare(path: Path, folder: Path) -> str:
+    """Put a reader's executed notebook beside the book's runs and the papers' numbers, as text.
+
+    First what differs in parameters, versions and hardware. Then, for a run that is
+    nearest to the protocol of a course, what lies outside its pool; else the ledger, or
+    all values of both where the notebook has no claims.
+    """
+    mine = publish.read_notebook(path, folder)
+    book = list(store.pools(mine.notebook, folder, shown=True).values())
+    executed: list[Any] = []
+    for pool in book:
+        executed += [run.manifest.get("executed") for run in pool.runs]
+    if storage.digest(path) in executed:
+        fix = "compare one with another parameter"
+        refuse("E-COMPARE", f"{path} is the book's own run; {fix}")
+    count = len(mine.values)
+    lines = [f"{path.name}: notebook {mine.notebook}, tier {mine.tier}, {count} values"]
+    of_course = _of_course(mine, folder)
+    beside = of_course or _of_nearest_tier(mine, book)
+    if beside is None:
+        lines.append("the book has no run of this notebook yet")
+    else:
+        where = f"at {beside.protocol}, seeds {', '.join(map(str, beside.seeds))}"
+        lines.append(f"beside the book's runs {where}; differences (yours | book's):")
+        lines += _differences(mine, beside.runs[0]) or ["  none"]
+    claims = [claim for claim in papers.claims() if claim.run == mine.notebook]
+    if of_course:
+        rest = _outside(mine, of_course)
+    elif claims:
+        rest = _ledger(claims, mine, book, folder)
+    else:
+        rest = _values(mine, beside)
+    return "\n".join(map(printable, [*lines, "", *rest]))
+
+
+def _of_nearest_tier(mine: Run, book: Sequence[Pool]) -> Pool | None:
+    """Find the pool of a run's tier, else of the next lower one, else of the next higher."""
+    place = TIERS.index(mine.tier)
+
+    def distance(pool: Pool) -> tuple[bool, int]:
+        tier_place, _ = pool.rank
+        return tier_place > place, abs(tier_place - place)
+
+    return min(book, key=distance, default=None)
+
+
+def _of_course(mine: Run, folder: Path) -> Pool | None:
+    """Find the pool of a course if no other protocol is nearer to a run by its parameters."""
+    notebook = sources.find(folder, mine.notebook)
+
+    def distance(protocol: str) -> tuple[int, bool]:
+        other_parameters = mine.settings.items() - notebook.design(protocol).items()
+        return len(other_parameters), protocol != CLASS
+
+    nearest = min(notebook.protocols, key=distance)
+    return store.pool(mine.notebook, CLASS, folder) if nearest == CLASS else None
+
+
+def _differences(mine: Run, other: Run) -> list[str]:
+    ours = dict(_facts(mine))
+    theirs = dict(_facts(other))
+    lines: list[str] = []
+    for name in ours | theirs:
+        our_fact = ours.get(name, UNKNOWN)
+        their_fact = theirs.get(name, UNKNOWN)
+        if our_fact != their_fact:
+            lines.append(f"  {name}: {our_fact} | {their_fact}")
+    return lines
+
+
+def _facts(run: Run) -> Iterator[tuple[str, Any]]:
+    """What a result may depend on: parameters, versions, hardware, and the code's hashes."""
+    environment = dict(run.manifest.get("environment", {}))
+    for name, value in run.settings.items():
+        yield f"parameter {name}", value
+    if run.arms:
+        yield "arms", ", ".join(run.arms)
+    versions = environment.pop("versions", None)
+    if isinstance(versions, dict):
+        for name, value in versions.items():
+            yield f"version of {name}", value
+    yield from environment.items()
+    for name in ("notebook", "lock"):
+        yield f"hash of the {name}", str(run.code.get(name))[:12]
+    seconds = run.manifest.get("seconds")
+    if seconds:
+        yield "seconds", round(seconds, 1)
+
+
+def _ledger(
+    claims: Sequence[papers.Claim], mine: Run, book: Sequence[Pool], folder: Path
+) -> Iterator[str]:
+    alone = Pool(mine.notebook, mine.protocol, (mine,))
+    deciders = sources.deciders(folder)
+    for claim in claims:
+        yield f"{claim.id}: {claim.sentence}"
+        yield f"  paper  {claim.printed} ({claim.where})"
+        yield f"  book   {_plain(verdicts.row(claim, book, deciders.get(claim.id, ())))}"
+        measured = verdicts.measure(claim, alone)
+        if measured:
+            remarks = [findings.numbers(measured), *findings.notes(measured)]
+        else:
+            remarks = ["not run"]
+        yield f"  yours  {'; '.join(remarks)}"
+
+
+def _plain(row: verdicts.Row) -> str:
+    """Say what the book found about a claim, without Markdown."""
+    text = findings.said(row).replace("**", "")
+    return text[:1].lower() + text[1:]
+
+
+def _values(mine: Run, other: Pool | None) -> Iterator[str]:
+    for value in mine.values:
+        theirs = _numbers(other, value.name) if other else []
+        book = f"{sum(theirs) / len(theirs):.4g}" if theirs else UNKNOWN
+        yield f"{value.name}: yours {value.value:.4g} | book's {book} {value.unit}"
+
+
+def _numbers(pool: Pool, name: str) -> list[float]:
+    """Return a value's number of each seed of a pool."""
+    return [value.value for value in pool.values(name).values()]
+
+
+def _outside(mine: Run, of_course: Pool) -> Iterator[str]:
+    """What lies where another seed's would hardly: farthest first, what no seed changes last."""
+    lines: list[
+        tuple[float, str]
+    ] = []  # how many widths of the interval outside, and what
+    count = 0
+    for value in mine.values:
+        theirs = _numbers(of_course, value.name)
+        if len(theirs) < 2 or value.unit == "seconds":
+            continue
+        count += 1
+        low, high = another(theirs)
+        largest = max(map(abs, (*theirs, value.value)))
+        rounding = 1e-6 * largest  # on another machine
+        gap = max(low - value.value, value.value - high) - rounding
+        if gap <= 0:
+            continue
+        mean = sum(theirs) / len(theirs)
+        pair = f"{value.name}: yours {value.value:.4g} | book's {mean:.4g} {value.unit}"
+        width = high - low
+        if width > rounding:
+            ends = f"another seed from {low:.4g} to {high:.4g}"
+            lines.append((gap / width, f"{pair}, {ends}"))
+        else:
+            lines.append((0.0, f"{pair}, with every seed"))
+    where = "where another seed's would in 5 of 100 cases"
+    by_chance = f"{count * (1 - CONFIDENCE):.0f}"
+    yield f"{len(lines)} of {count} values lie {where}; about {by_chance} would by chance"
+    for _, line in sorted(lines, reverse=True):
+        yield line

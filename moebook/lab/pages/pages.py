@@ -1,0 +1,456 @@
+"""The book's generated pages: jinja2 templates filled from verdicts, pools and the audit.
+
+As a Sphinx extension (``extra_extensions`` in _config.yml) the module puts a badge under each
+notebook's title while a page is read: what its run cost. The executed copies stay as they ran.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pkgutil
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+
+from moebook import storage
+from moebook.errors import printable
+from moebook.intervals import another
+from moebook.lab import papers, records
+from moebook.lab.evidence import findings, heads, verdicts
+from moebook.lab.evidence.verdicts import Row, Verdict, amount, seeds, span
+from moebook.lab.papers import Claim
+from moebook.lab.papers.arithmetic import STATUSES, Finding
+from moebook.lab.records import Run, Value, since, store
+from moebook.lab.records.runs import restored
+from moebook.lab.records.store import CLASS, COMMITTED, LIVE
+from moebook.lab.run import pace, sources, study
+from moebook.lab.run.session import VALUE
+from moebook.lab.run.sources import cost, duration, size
+
+TITLES = {
+    "bases": "Base and tasks",
+    "pesc": "PESC",
+    "router_init": "Router initialisation",
+    "rocket": "Rocket",
+    "rivals": "Rocket's rivals",
+    "esft": "ESFT",
+    "routing": "ESFT's routing",
+    "together": "Together (our own)",
+    "kernels": "Kernels",
+}
+KINDS = {  # label to the badge's class in _static/moebook.css; others are inconclusive
+    "reproduced": "reproduced",
+    "direction holds": "holds",
+    "direction fails": "fails",
+    "not testable here": "notrun",
+    "not run": "notrun",
+    "withdrawn": "notrun",
+}
+QUESTIONS = (  # what a practitioner asks, and the measure that answers it: least is best
+    (
+        "I have one GPU and one mixture of tasks: what learns most from equal tokens?",
+        "nll",
+    ),
+    ("My compute is fixed: what learns most from equal FLOPs?", "equal_flops/nll"),
+    ("I must not forget: what loses least on plain texts?", "forgotten"),
+    ("A new task will come, with few shots: what takes it up best?", "new/after"),
+    ("I serve many tasks from one base: what is smallest to keep for each?", "stored"),
+    ("Memory is short: what has the smallest peak in training?", "cost/peak"),
+    ("Time is short: which step is fastest?", "cost/step"),
+    ("Answers must be quick: what generates a token fastest?", "cost/token"),
+)
+FAULTS = {
+    "values": "Generated values",
+    "calls": "Calls with hostile values",
+    "mutations": "Changed files",
+    "disk": "Calls at which the disk failed",
+    "kills": "Killed runs and studies",
+    "store": "Processes on one store",
+}
+
+
+def commit(known: Mapping[str, Any] | None) -> str:
+    """Write a commit as `results.commit` gives it: seven digits, and whether files differed."""
+    return (
+        f"{known['id'][:7]}{' with changes' * known['dirty']}" if known else "unknown"
+    )
+
+
+def bound(claim: Claim) -> str:
+    """Say which number is subtracted from a claim's quantity, if any, and for whom it must fail."""
+    number = isinstance(claim.reference, (int, float)) and claim.reference
+    less = f", less {number:g}" if number else ""
+    if claim.trivial is None:
+        return less
+    who = claim.trivial if isinstance(claim.trivial, str) else f"{claim.trivial:g}"
+    return f"{less}; it must fail for {who}"
+
+
+ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=jinja2.StrictUndefined,
+    finalize=lambda x: printable(x) if type(x) is str else x,  # one line of Markdown
+)
+
+
+def judged(rows: Iterable[Row]) -> dict[str, Counter[str]]:
+    """Count verdicts by paper, one a claim and scale, in the order of `TITLES`."""
+    several = list(rows)
+    counts = {paper: Counter[str]() for paper in TITLES}
+    for row in several:
+        counts[row.claim.paper].update(row.labels)
+    return {paper: count for paper, count in counts.items() if count}
+
+
+def scales_of(rows: Iterable[Row]) -> list[str]:
+    """Name the scales at which claims were measured, the smallest first."""
+    every = {verdict.scale for row in rows for verdict in row.verdicts}
+    return sorted(every, key=lambda scale: (store.size(scale), scale))
+
+
+def labels_by_scale(rows: Iterable[Row]) -> dict[str, list[str]]:
+    """List the labels of what pools decide, by scale."""
+    several = list(rows)
+    labels: dict[str, list[str]] = {scale: [] for scale in scales_of(several)}
+    for row in several:
+        for verdict in row.decided:
+            if verdict.label != "not testable here":
+                labels[verdict.scale].append(verdict.label)
+    return {scale: told for scale, told in labels.items() if told}
+
+
+def surviving(every: Iterable[Verdict]) -> list[str]:
+    """Name the claims whose verdicts, taken alone, survive the correction."""
+    rows = [Row(verdict.claim, (verdict,)) for verdict in every]
+    return [decision.claim for decision in verdicts.chance(rows).hochberg]
+
+
+class Sorted(NamedTuple):
+    """Claims by what is known of them at the scale that says most."""
+
+    decided: list[Row]
+    computed: list[Row]  # several that hold by computation, which need no line each
+    smaller: list[Row]  # undecided, but not of the paper's size
+    open: list[Row]
+    closed: list[Row]  # not run, or not testable
+    ended: list[Row]
+
+
+def sorted_out(rows: Iterable[Row]) -> Sorted:
+    """Sort claims by what is known of them, each into one of the groups."""
+    groups = Sorted([], [], [], [], [], [])
+    for row in rows:
+        labels = {*row.labels}
+        if row.claim.ended:
+            groups.ended.append(row)
+        elif labels <= {"not run", "not testable here"}:
+            groups.closed.append(row)
+        elif row.claim.exact and labels == {"direction holds"}:
+            groups.computed.append(row)
+        elif labels & {"reproduced", "direction holds", "direction fails"}:
+            groups.decided.append(row)
+        elif "excludes the paper's size" in labels:
+            groups.smaller.append(row)
+        else:
+            groups.open.append(row)
+    return groups
+
+
+def counted(things: Iterable[Any], paper: str, label: str) -> dict[str, Counter[str]]:
+    """Count labels by paper, both of which are attributes, in the order of `TITLES`."""
+    pairs = [attrgetter(paper, label)(thing) for thing in things]
+    counts = {
+        paper: Counter(label for one, label in pairs if one == paper)
+        for paper in TITLES
+    }
+    return {paper: count for paper, count in counts.items() if count}
+
+
+for thing in (
+    amount,
+    bound,
+    commit,
+    cost,
+    counted,
+    duration,
+    judged,
+    labels_by_scale,
+    scales_of,
+    seeds,
+    since,
+    sorted_out,
+    span,
+    surviving,
+    verdicts.chance,
+    findings.intervals,
+    findings.mains,
+    findings.notes,
+    findings.ordered,
+    findings.power,
+    findings.scatter,
+    findings.sentence,
+):
+    ENVIRONMENT.globals[thing.__name__] = thing
+ENVIRONMENT.globals.update(
+    TITLES=TITLES,
+    KINDS=KINDS,
+    LABELS=verdicts.LABELS,
+    STATUSES=STATUSES,
+    LIVE=LIVE,
+    FAULTS=FAULTS,
+    COMMANDS=pace.COMMANDS,
+)
+
+
+def page(name: str, **parts: Any) -> str:
+    """Fill a template."""
+    return ENVIRONMENT.get_template(f"{name}.md").render(parts).strip("\n") + "\n"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a project's ledger links to: findings, the cell that records a value, the code."""
+
+    folder: Path
+
+    def links(self, row: Row) -> dict[str, str]:
+        """Return the links of a row: what each is called, and its address."""
+        claim = row.claim
+        pooled = any(one.pool.tier in COMMITTED for one in row.measurements)
+        links = {
+            "findings": self._page(f"{claim.notebook}_findings") if pooled else None,
+            "notebook": self._page(claim.notebook, self._anchors.get(claim.value, "")),
+            claim.function.removeprefix("moebook.").removeprefix("methods."): self.code(
+                claim
+            ),
+        }
+        return {text: url for text, url in links.items() if url}
+
+    def _page(self, name: str, anchor: str = "") -> str | None:
+        copy = self.folder / "book" / "notebooks" / f"{name}.ipynb"
+        return f"notebooks/{name}.html{anchor}" if copy.is_file() else None
+
+    @cached_property
+    def _anchors(self) -> dict[str, str]:
+        """Recorded value to the heading above its cell, over all executed copies."""
+        anchors: dict[str, str] = {}
+        for path in storage.files.own(self.folder / "book" / "notebooks", "*.ipynb"):
+            heading = ""
+            for cell in storage.read_ipynb(path)["cells"]:
+                titles = re.findall(r"^#{2,} +(.+)$", cell["source"], re.MULTILINE)
+                if cell["cell_type"] == "markdown" and titles:
+                    words = re.sub(r"[^a-z0-9]+", "-", titles[-1].lower())
+                    heading = "#" + words.strip("-")
+                for output in cell.get("outputs", []):
+                    if value := output.get("data", {}).get(VALUE):
+                        anchors.setdefault(
+                            restored(Value, value, path.name).name, heading
+                        )
+        return anchors
+
+    def code(self, claim: Claim) -> str:
+        """Return the address of the line that defines a claim's function."""
+        function = inspect.unwrap(pkgutil.resolve_name(claim.function))
+        path = Path(inspect.getfile(function)).relative_to(storage.files.PACKAGE.parent)
+        return f"{self._repository}/{path}#L{inspect.getsourcelines(function)[1]}"
+
+    @cached_property
+    def _repository(self) -> str:
+        with storage.formed(self.folder / "_config.yml") as config:
+            return (
+                f"{config['repository']['url']}/blob/{config['repository']['branch']}"
+            )
+
+
+def audit(every: Sequence[Finding]) -> str:
+    """Return the audit: the counts by paper, then every finding, those of one cause in one row."""
+    folds: dict[tuple[str, ...], list[Finding]] = {}
+    for one in every:
+        how = "" if one.status == "agrees" else one.explanation
+        folds.setdefault((one.paper, one.group, one.status, how), []).append(one)
+    order = sorted(folds.values(), key=lambda fold: -STATUSES.index(fold[0].status))
+    return page("audit", every=every, folds=order)
+
+
+def recorded(folder: Path) -> str:
+    """Return the list of recorded runs: their seeds and cost, their day, what changed since."""
+    names = [
+        name for name, one in sources.notebooks(folder).items() if not one.findings
+    ]
+    pools = [pool for name in names for pool in store.pools(name, folder).values()]
+    others = (
+        (store.pool(name, CLASS, folder), store.live(name, folder)) for name in names
+    )
+    pools += [pool for pair in others for pool in pair if pool]
+    return page("records", pools=pools, folder=folder)
+
+
+def taught(folder: Path) -> str:
+    """Return what a course can change in each notebook: the heads of its protocols, its pools."""
+    every = []
+    for name, notebook in sources.notebooks(folder).items():
+        if pool := store.pool(name, CLASS, folder):
+            facts = notebook.facts(CLASS)
+            theirs = [value.value for value in pool.values(facts["See"]).values()]
+            every.append((pool, facts, sum(theirs) / len(theirs), another(theirs)))
+    return page("taught", pools=every)
+
+
+def which(folder: Path) -> str:
+    """Return which arm answers a practitioner's question best, question by question."""
+    pools = store.pools("together", folder)
+    deciders = sources.deciders(folder)
+    deciding = {
+        protocol
+        for claim in papers.claims("together")
+        for protocol in deciders.get(claim.id, ())
+    }
+    lines: dict[tuple[tuple[int, int], int], findings.Answer] = {}
+
+    def weight(answer: findings.Answer) -> tuple[bool, int]:
+        """Of a base's pools one that decides claims goes first, then that of most arms."""
+        return answer.pool.protocol in deciding, answer.arms
+
+    for place, question in enumerate(QUESTIONS):
+        for pool in pools.values():
+            told, key = findings.answer(pool, *question), (pool.rank, place)
+            if told and (key not in lines or weight(told) > weight(lines[key])):
+                lines[key] = told
+    return page("which", lines=[lines[key] for key in sorted(lines)])
+
+
+def designs(folder: Path) -> str:
+    """Return what was decided before each study ran, and what it found."""
+    return page("designs", designs=heads.read(folder))
+
+
+def withdrawn(folder: Path) -> str:
+    """Return which runs were withdrawn for a fault in their design, and why."""
+    place = storage.part(folder, "results") / "withdrawn"
+    listed = place / "withdrawn.yaml"
+    told = []
+    for entry in storage.read_yaml(listed) if listed.is_file() else ():
+        notebook, protocol = entry["runs"].split("/")
+        paths = storage.files.own(place / notebook / protocol, "*.parquet")
+        seeds = sorted({records.read_run(path).seed for path in paths})
+        told.append(
+            {**entry, "notebook": notebook, "protocol": protocol, "seeds": seeds}
+        )
+    return page("withdrawn", runs=told)
+
+
+def repeated(folder: Path) -> str:
+    """Return which labels ten other seeds change, in the pools whose heads name them."""
+    every = []
+    for name, notebook in sources.notebooks(folder).items():
+        for protocol in notebook.protocols:
+            other = notebook.facts(protocol).get(heads.OTHERS)
+            if other and (pool := store.pool(name, protocol, folder)):
+                every.append((pool, other, verdicts.repeated(pool, study.seeds(other))))
+    return page("repeated", pools=every)
+
+
+def times(folder: Path) -> str:
+    """Return how long the commands and the notebooks took, from their record."""
+    return page("times", told=pace.times(folder))
+
+
+def tested(folder: Path) -> str:
+    """Return the figures of the tests in ``tests/faults`` from their record, and what it lacks."""
+    path = folder / "results" / "faults.json"
+    with storage.formed(path):
+        return page("tested", record=storage.read_json(path) if path.is_file() else {})
+
+
+def accelerated(folder: Path) -> str:
+    """Return what needs a GPU, step by step, and what is on record of each command."""
+    steps, place = [], folder / "results" / "gpu"
+    listed = folder / "recipes" / "gpu.yaml"
+    for name, step in storage.read_yaml(listed).items() if listed.is_file() else ():
+        path = place / f"{name}.json"
+        told = storage.read_json(path) if path.is_file() else {}
+        ran = [told[command] for command in step["commands"] if command in told]
+        steps.append((step, ran, storage.files.code(folder / step["code"])))
+    return page("accelerated", steps=steps)
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Connect to Sphinx."""
+    app.connect("builder-inited", _complete)
+    app.connect("source-read", _insert)
+    app.connect("html-page-context", _mend, priority=900)  # after all who add scripts
+    return {"parallel_read_safe": True}
+
+
+def _complete(app: Any) -> None:
+    """Let the book on one page write what extensions taught the book of many pages to write."""
+    known = app.registry.translation_handlers
+    known["singlehtml"] = known["html"] | known.get("singlehtml", {})
+
+
+def _insert(app: Any, docname: str, source: list[str]) -> None:
+    """Fold what a tier sets in an executed notebook that measures; put the badge on top."""
+    path = Path(app.srcdir) / f"{docname}.parquet"
+    if not docname.startswith("notebooks/") or docname.endswith("_findings"):
+        return
+    app.env.note_dependency(str(path))
+    text, notebook = (
+        badge(records.read_run(path), path.parents[2]),
+        json.loads(source[0]),
+    )
+    for tags in (cell["metadata"].get("tags", []) for cell in notebook["cells"]):
+        tags += ["hide-input"] * ("injected-parameters" in tags)
+    notebook["cells"].insert(
+        1, {"cell_type": "markdown", "metadata": {}, "source": text}
+    )
+    source[0] = json.dumps(notebook)
+
+
+def _mend(
+    app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Keep one of the scripts that several extensions add, and no role that ARIA has given up."""
+    first: dict[Any, Any] = {}
+    for script in context["script_files"]:
+        body = script.attributes.get("body") or ""
+        first.setdefault((script.filename or "", body), script)
+    context["script_files"] = list(first.values())
+    for role in (' role="list" class="citation-list"', ' role="doc-biblioentry"'):
+        context["body"] = context.get("body", "").replace(
+            role, role.partition('list"')[2]
+        )
+
+
+def badge(run: Run, folder: Path) -> str:
+    """Return what a live page's run cost, and where the pools of its notebook are."""
+    manifest, machine = run.manifest, run.manifest["environment"]
+    facts = {
+        "tier": run.tier,
+        "seed": run.seed,
+        "ran in": duration(manifest["seconds"]),
+        "peak memory": (peak := manifest["peak_memory"]) and size(peak),
+        "cores": f"{machine['cores']} × {machine['cpu']}",
+        "accelerator": machine["accelerator"],
+        "date": manifest["date"][:10],
+        "commit": commit(manifest.get("commit")),
+        "set by the reader": ", ".join(
+            f"{k} = {v}" for k, v in manifest["overrides"].items()
+        ),
+    }
+    pages = sorted((folder / "notebooks").glob(f"*_{run.notebook}_findings.ipynb"))
+    where = (
+        f"[the findings]({pages[0].name})" if pages else "[the records](../records.md)"
+    )
+    pools = store.pools(run.notebook, folder, read=records.runs.read_head)
+    return "\n" + page("badge", run=run, facts=facts, pools=pools, where=where)

@@ -1,0 +1,246 @@
+"""A training on a machine: bytes a device, whether they fit, what would, hours and cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+
+from moebook.errors import refuse, refuse_unknown
+from moebook.lab.planning.dry import MOMENTS, Size, Training, size
+from moebook.settings import Count, Positive, settings
+from moebook.storage import formed
+
+EFFICIENCY = 0.5  # of the roofline that a step reaches, an assumption
+LARGEST = 1024  # GPUs over which FSDP2 is tried
+SPREAD = 2  # decoder layers that FSDP2 holds whole: the one at work and the next
+
+
+@settings
+class Gpu:
+    """One GPU, from ``gpus.yaml``."""
+
+    memory: Positive  # bytes
+    half: Positive  # FLOPs a second in 16 bits
+    single: Positive  # the same in float32
+    bandwidth: Positive  # bytes a second
+    price: Positive | None  # dollars an hour, an assumption
+
+
+with formed(Path(__file__).with_name("gpus.yaml")) as _FILE:
+    GPUS = {name: Gpu(**facts) for name, facts in _FILE.items()}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """So many equal GPUs."""
+
+    name: str
+    gpu: Gpu
+    count: int
+
+    @property
+    def rates(self) -> dict[torch.dtype, float]:
+        """FLOPs a second by type."""
+        half = dict.fromkeys((torch.bfloat16, torch.float16), self.gpu.half)
+        return half | {torch.float32: self.gpu.single}
+
+    def __str__(self) -> str:
+        return f"{self.name}x{self.count}" if self.count > 1 else self.name
+
+
+def machine(text: str) -> Machine:
+    """Read ``h200x8``: a name of `GPUS`, and how many, by default one."""
+    name, _, number = (text, "", "1") if text in GPUS else text.rpartition("x")
+    if not number.isdecimal():
+        name, number = text, "1"
+    refuse_unknown(name, GPUS, "E-NAME", f"--gpu {text}: no GPU '{name}' is known;")
+    if not 1 <= int(number[:6]) <= 10_000:
+        refuse("E-RANGE", f"--gpu {text}: expected 1 to 10000 GPUs, as in h200x8")
+    return Machine(name, GPUS[name], int(number))
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a training is laid out: what may be changed so that it fits."""
+
+    engine: Literal["DDP", "FSDP2"]
+    count: int  # GPUs
+    rows: int  # in a micro-batch on each
+    checkpointing: bool
+    quantised: bool
+
+    def change(self, before: Way) -> str:
+        """Say what differs from another way."""
+        parts = {
+            "gradient checkpointing": self.checkpointing > before.checkpointing,
+            f"micro-batches of {self.rows}": self.rows != before.rows,
+            "4 bits (QLoRA)": self.quantised > before.quantised,
+            f"FSDP2 over {self.count} GPUs": self.engine != before.engine,
+        }
+        return " + ".join(part for part, done in parts.items() if done)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes on each device."""
+
+    weights: float
+    gradients: float
+    moments: float  # AdamW's
+    activations: float  # at the peak, with all that a step computes in between
+    engine: float  # DDP's buckets, or the layers that FSDP2 holds whole
+    beside: float  # what else the notebook holds
+    paged: float = 0.0  # of the moments, which may go to main memory
+
+    @property
+    def total(self) -> float:
+        """All that must be on the device."""
+        return sum(vars(self).values()) - 2 * self.paged
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training needs on a machine, as a record; seconds and dollars are of all its turns."""
+
+    name: str
+    host: str
+    machine: str
+    parameters: int
+    trained: int
+    way: Way  # as it is asked for
+    need: Need
+    # Of other ways, its micro-batches alike, whether they fit or not.
+    layouts: dict[str, Need]
+    fits: bool
+    change: str  # the smallest that makes it fit: "" where it does, "nothing" where none does
+    chosen: Way  # with that change; time and cost are its
+    chosen_need: Need
+    tokens: float
+    flops: float
+    seconds: float
+    dollars: float | None
+
+
+@settings
+class Assumed:
+    """What no configuration tells."""
+
+    efficiency: Annotated[float, Field(gt=0, le=1)] = (
+        EFFICIENCY  # share of the roofline's rate
+    )
+    # Dollars an hour for one GPU, by default that of `GPUS`.
+    price: Positive | None = None
+    tokens: Count | None = None  # the mean of a row, by default its most
+
+
+def plan(training: Training, on: Machine, **assumed: Any) -> Plan:
+    """Plan a training on a machine: as it is, and with the smallest change that makes it fit.
+
+    ``assumed`` are fields of `Assumed`. What GPUs say to one another is no part of the time.
+    """
+    given = Assumed(**assumed)
+    rows = math.ceil(training.batch / (on.count * training.accumulate))
+    way = Way("DDP", on.count, rows, training.checkpointing, training.method.quantised)
+    chosen = _fitting(training, on, way)
+    used, need = sized(training, chosen or way), needed(training, chosen or way)
+    count, times = (chosen or way).count, training.steps * training.turns
+    full = min(1.0, (given.tokens or training.length) / training.length)
+    parts = training.batch * full / (chosen or way).rows
+    moved = state(used, need.moments) / on.gpu.bandwidth
+    step = used.seconds(on.rates, on.gpu.bandwidth) * parts / count + moved
+    seconds = times * step / given.efficiency
+    dollars = given.price or on.gpu.price
+    return Plan(
+        name=training.name,
+        host=training.host,
+        machine=str(on),
+        parameters=round(used.parameters),
+        trained=round(used.trained),
+        way=way,
+        need=needed(training, way),
+        layouts={name: needed(training, one) for name, one in layouts(way).items()},
+        fits=chosen == way,
+        change=chosen.change(way) if chosen else "nothing",
+        chosen=chosen or way,
+        chosen_need=need,
+        tokens=times * training.batch * training.length * full,
+        flops=times * used.flops * parts,
+        seconds=seconds,
+        dollars=dollars and dollars * count * seconds / 3600,
+    )
+
+
+def _fitting(training: Training, on: Machine, start: Way) -> Way | None:
+    """Return the first way that fits, if any does."""
+    frozen = sized(training, start).saved > 0
+    every = (way for way in (start, *ways(start, frozen)))
+    return next((w for w in every if needed(training, w).total <= on.gpu.memory), None)
+
+
+def layouts(way: Way) -> dict[str, Way]:
+    """Name the ways that are shown beside one another, with and without checkpointing."""
+    sharded = replace(way, engine="FSDP2", count=max(2, way.count), quantised=False)
+    plain = {
+        "DDP": replace(way, quantised=False),
+        "QLoRA": replace(way, quantised=True),
+        "FSDP2": sharded,
+    }
+    return {
+        name + ", checkpointing" * kept: replace(one, checkpointing=kept)
+        for name, one in plain.items()
+        for kept in (False, True)
+    }
+
+
+def ways(start: Way, frozen: bool) -> Iterator[Way]:
+    """Yield ever larger changes, each with those before it; FSDP2 alone goes without 4 bits."""
+    way = replace(start, checkpointing=True)
+    if not start.checkpointing:
+        yield way
+    while way.rows > 1:
+        yield (way := replace(way, rows=math.ceil(way.rows / 2)))
+    if frozen:
+        yield replace(way, quantised=True)
+    way = replace(way, engine="FSDP2", count=max(2, way.count))
+    while way.count <= LARGEST:
+        yield way
+        way = replace(way, count=2 * way.count)
+
+
+def state(found: Size, moments: float) -> float:
+    """Bytes that AdamW moves in a step: it reads and writes weights and moments, reads gradients.
+
+    A float32 copy of what trains is as large as its gradients.
+    """
+    return 3 * found.gradients + 2 * moments
+
+
+def sized(training: Training, way: Way) -> Size:
+    """Size one micro-batch of a way."""
+    return size(training, way.rows, way.checkpointing)
+
+
+def needed(training: Training, way: Way) -> Need:
+    """Count the bytes that a way needs on each device."""
+    found = sized(training, way)
+    moments = (
+        MOMENTS.get(training.optimizer, 2 * found.gradients / found.trained)
+        * found.trained
+    )
+    share = 1 / way.count if way.engine == "FSDP2" else 1.0
+    buckets = found.gradients if way.count > 1 else 0.0
+    return Need(
+        weights=(found.weights - found.saved * way.quantised) * share,
+        gradients=found.gradients * share,
+        moments=moments * share,
+        activations=found.activations + found.linear * way.quantised,
+        engine=SPREAD * found.block if way.engine == "FSDP2" else buckets,
+        beside=training.beside,
+        paged=moments * share if training.optimizer in MOMENTS else 0.0,
+    )

@@ -1,0 +1,482 @@
+"""Curves, heat maps, loads of experts, clouds of points and effects, in one look.
+
+Okabe-Ito colours, readable sizes, panels of the text's width, one legend right of them
+all.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator
+
+from moebook.errors import refuse
+from moebook.intervals import interval
+
+COLOURS: tuple[str, ...] = (
+    "#0072B2",  # blue
+    "#D55E00",  # vermilion
+    "#009E73",  # bluish green
+    "#CC79A7",  # reddish purple
+    "#E69F00",  # orange
+    "#56B4E9",  # sky blue
+    "#5F5F5F",  # grey; Okabe-Ito's black would hide axes and error bars
+    "#F0E442",  # yellow, last: weakest on white
+)
+"""Okabe and Ito's palette, strongest on white first, for every colour vision."""
+DARK_COLOURS = frozenset({"#0072B2", "#5F5F5F"})
+"""Those of `COLOURS` on which white text reads better than dark."""
+MARKERS = "osD^vPX*"
+WIDTH = 7.2
+"""Width of a figure in inches: the book's text column."""
+HEIGHT = 2.7
+"""Height of a single panel in inches."""
+BESIDE = 12
+"""Entries of a legend that fit beside a figure."""
+INK = "#14171A"
+Series = Mapping[str, npt.ArrayLike]
+Cloud = npt.NDArray[np.float64]  # points, [n, 2]
+Look = dict[str, Any]
+PRINTED: Look = {"ls": "", "marker": "|", "markersize": 13, "color": INK}
+COLUMNS = ("panel", "line", "series", "value", "low", "high", "sure")
+
+
+def curves(
+    series: Series,
+    *,
+    steps: npt.ArrayLike,
+    xlabel: str,
+    ylabel: str,
+    title: str = "",
+    window: int = 1,
+    yscale: str = "linear",
+) -> Figure:
+    """Draw one line a series over training, with a band from lowest to highest seed.
+
+    The band is the range and no confidence interval: with three seeds nothing finer is
+    honest. ``series`` is the name to values ``[S, T]`` (seeds by points), or ``[T]``
+    for a single seed, at the ``T`` ``steps``. ``window`` points, 1 to T, make a centred
+    moving average, shorter at both ends. The axes' labels name their units; the
+    vertical axis may be ``log``, as suits a loss.
+    """
+    positions = np.asarray(steps, dtype=float)
+    count = len(positions)
+    if not 1 <= window <= count:
+        refuse("E-RANGE", f"curves: window is {window}; expected 1 to {count} points")
+    figure, axes = single(HEIGHT)
+    handles: dict[str, Artist] = {}
+    every = max(1, count // 8)  # points between two markers
+    for index, (name, values) in enumerate(series.items()):
+        seeds = np.atleast_2d(np.asarray(values, dtype=float))
+        if seeds.shape[1] != count:
+            lengths = f"has {seeds.shape[1]} points; steps has {count}"
+            refuse("E-SHAPE", f"curves: series '{name}' {lengths}")
+        rolling = pd.DataFrame(seeds.T).rolling(window, center=True, min_periods=1)
+        seeds = rolling.mean().to_numpy().T
+        # Lines that lie on each other have their markers at other points.
+        dress = look(index) | {"markersize": 5}
+        dress["markevery"] = (index * every // len(series), every)
+        (line,) = axes.plot(positions, seeds.mean(0), **dress)
+        entry = name
+        if len(seeds) > 1:
+            entry += f"\n(mean and range\nof {len(seeds)} seeds)"
+            low, high = seeds.min(0), seeds.max(0)
+            colour = line.get_color()
+            axes.fill_between(positions, low, high, color=colour, alpha=0.18, lw=0)
+        handles[entry] = line
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title, yscale=yscale)
+    if yscale == "log":
+        logarithmic(axes.yaxis)
+    legend(figure, handles)
+    return figure
+
+
+def heatmap(
+    panels: Series,
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    label: str,
+    xlabel: str = "",
+    ylabel: str = "",
+    title: str = "",
+) -> Figure:
+    """Draw a heat map a panel (a layer, say), all on one colour scale.
+
+    ``panels`` is the panel's title to its values ``[len(rows), len(columns)]``, named
+    by ``rows`` and ``columns``. ``label`` says what the colours mean, such as ``share
+    of tokens``.
+    """
+    shape = len(rows), len(columns)
+    tables = {}
+    for name, values in panels.items():
+        table = np.asarray(values, dtype=float)
+        if table.shape != shape:
+            expected = f"is {table.shape}; expected {shape}"
+            refuse("E-SHAPE", f"heatmap: panel '{name}' {expected}")
+        tables[name] = table
+    across = min(len(tables), 4 if len(columns) <= 8 else 2)
+    height = max(1.5, 0.22 * len(rows) + 0.7)
+    figure, cells = grid(list(tables), across, height, xlabel, ylabel, title)
+    low = min(0.0, *(float(np.nanmin(table)) for table in tables.values()))
+    high = max(float(np.nanmax(table)) for table in tables.values())
+    numbered = shape[0] * shape[1] * len(tables) <= 200  # more would not be readable
+    for index, (axes, table) in enumerate(zip(cells, tables.values(), strict=True)):
+        image = axes.imshow(table, vmin=low, vmax=high, aspect="auto")
+        axes.set_xticks(range(len(columns)), columns)
+        tilt_when_long(axes, columns, across)
+        first = index % across == 0  # the others stand right of the same names
+        axes.set_yticks(range(len(rows)), rows if first else [""] * len(rows))
+        axes.tick_params(length=0)
+        axes.grid(False)
+        axes.spines[:].set_visible(False)
+        if numbered:
+            _number(axes, table, low + 0.6 * (high - low), 6.5 if across > 2 else 8)
+    figure.colorbar(
+        image, ax=figure.axes, label=label, shrink=0.9, pad=0.015, aspect=30
+    )
+    return figure
+
+
+def _number(axes: Axes, table: npt.NDArray[Any], dark: float, size: float) -> None:
+    """Write each cell's number into it, in white from a value on."""
+    for (row, column), number in np.ndenumerate(table):
+        text = re.sub(r"^(-?)0\.", r"\1.", f"{number:.2f}")  # .25 for 0.25
+        colour = "white" if number > dark else INK
+        axes.text(
+            column, row, text, ha="center", va="center", fontsize=size, color=colour
+        )
+
+
+def loads(shares: Series, *, title: str = "") -> Figure:
+    """Draw a stacked bar a row (a layer, say): the share of tokens each expert serves.
+
+    The number in a segment is its expert's; dotted lines mark the borders of equal
+    shares. ``shares`` is the row's name to the experts' shares ``[E]``, which sum to 1.
+    """
+    table = {name: np.asarray(row, dtype=float) for name, row in shares.items()}
+    experts = len(next(iter(table.values())))
+    for name, row in table.items():
+        if row.shape != (experts,):
+            expected = f"is {row.shape}; expected {(experts,)}"
+            refuse("E-SHAPE", f"loads: row '{name}' {expected}")
+        if not np.isclose(row.sum(), 1.0, atol=1e-3):
+            sums = f"sums to {row.sum():.4g}; expected 1"
+            refuse("E-RANGE", f"loads: row '{name}' {sums}")
+    figure, axes = single(max(1.8, 0.25 * len(table) + 1.0))
+    left = np.zeros(len(table))
+    for expert, widths in enumerate(np.stack(list(table.values()), axis=1)):
+        colour = COLOURS[expert % len(COLOURS)]
+        patches = axes.barh(
+            list(table),
+            widths,
+            left=left,
+            color=colour,
+            hatch=("", "///", "...", "xxx")[expert // len(COLOURS) % 4],
+            edgecolor="white",
+        )
+        # Numbers in the bars spare the reader the way to a legend; slivers stay empty.
+        names = [str(expert) if share > 0.022 else "" for share in widths]
+        axes.bar_label(
+            patches,
+            names,
+            label_type="center",
+            fontsize=8.5,
+            color="white" if colour in DARK_COLOURS else INK,
+            bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.0},
+        )
+        left += widths
+    for border in np.arange(1, experts) / experts:
+        axes.axvline(border, color=INK, ls=":", lw=0.9)
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.set(title=title, xlim=(0, 1))
+    axes.set_xlabel("share of routed tokens (in the bars: expert)")
+    axes.margins(y=0.02)
+    return figure
+
+
+def points(
+    panels: Mapping[str, Series],
+    *,
+    xlabel: str = "",
+    ylabel: str = "",
+    title: str = "",
+    ticks: bool = True,
+    joined: bool = False,
+    front: bool = False,
+    xscale: str = "linear",
+    above: str = "",
+) -> Figure:
+    """Draw one cloud a series, by colour and by marker; panels share their axes.
+
+    ``panels`` is the panel's title to its series: name to points ``[n, 2]``, drawn in
+    this order. Without ``ticks`` the axes carry no numbers; those of a t-SNE or UMAP
+    map mean nothing. Points may be ``joined`` by a line in their order, and the
+    horizontal axis ``log``. ``front`` draws the Pareto front, points with none as low
+    to their left. ``above`` names a series to draw on top.
+    """
+    clouds, looks = arrays("points", panels)
+    height = 2.0 if len(looks) <= BESIDE else 3.0
+    figure, cells = grid(list(panels), 3, height, xlabel, ylabel, title, shared=True)
+    largest: dict[str, int] = {}
+    for panel in clouds:
+        for name, cloud in panel.items():
+            largest[name] = max(largest.get(name, 0), len(cloud))
+    handles: dict[str, Artist] = {}
+    for axes, panel in zip(cells, clouds, strict=True):
+        for name, cloud in panel.items():
+            dress: Look = {"s": 18, "alpha": 0.85, "linewidths": 0}
+            if largest[name] >= 150:  # paler, and alike in all panels
+                dress |= {"s": 6, "alpha": 0.35}
+            if name == above:
+                dress |= {"s": 14, "alpha": 1, "linewidths": 0.6}
+                dress |= {"edgecolors": INK, "zorder": 3}
+            x, y = cloud.T
+            dots = axes.scatter(x, y, **looks[name], **dress)
+            handles.setdefault(name, dots)
+            if joined:
+                axes.plot(x, y, color=looks[name]["color"], lw=1.2)
+        if front:
+            _front(axes, np.concatenate(list(panel.values())))
+        axes.set_xscale(xscale)
+        if not ticks:
+            axes.set(xticks=[], yticks=[])
+    if xscale == "log":
+        for axes in cells:
+            logarithmic(axes.xaxis)
+    legend(figure, handles)
+    return figure
+
+
+def _front(axes: Axes, cloud: Cloud) -> None:
+    """Draw the Pareto front of points as steps: what is lower than all to its left."""
+    cloud = cloud[np.lexsort((cloud[:, 1], cloud[:, 0]))]
+    lowest = np.minimum.accumulate([np.inf, *cloud[:-1, 1]])
+    steps = cloud[cloud[:, 1] < lowest]
+    axes.plot(*steps.T, c=INK, lw=0.8, ds="steps-post", zorder=0)
+
+
+def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure | None:
+    """Draw effects as points with intervals around a line at zero, the first on top.
+
+    ``frame`` has one row a point: ``panel`` (the unit of its axis), ``line`` (what
+    stands at the left), ``series`` (colour and marker, such as the scale), ``value``,
+    ``low`` and ``high``, and ``sure``: a filled marker, else a hollow one; None where
+    it has none. ``printed``, if there, is the paper's effect, a short line across.
+    ``xlabel`` says what is to the right.
+    """
+    require("forest", frame, COLUMNS)
+    if frame.empty:
+        return None
+    panels = list(frame.groupby("panel", sort=False))
+    lines = [effects.line.nunique() for _, effects in panels]
+    height = 0.27 * sum(lines) + 0.85 * len(panels) + 0.5
+    figure, cells = plt.subplots(
+        len(panels),
+        1,
+        figsize=(WIDTH, height),
+        height_ratios=[count + 0.8 for count in lines],
+        layout="constrained",
+        squeeze=False,
+    )
+    plt.close(figure)
+    names = list(dict.fromkeys(frame.series))
+    for axes, (unit, effects) in zip(cells.flat, panels, strict=True):
+        _effects(axes, effects, names)
+        axes.set_xlabel(f"{xlabel} ({unit})", fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left")
+    handles = {}
+    for place, name in enumerate(names):
+        handles[name] = Line2D([], [], ls="", **look(place))
+    if "printed" in frame and frame.printed.notna().any():
+        handles["the paper"] = Line2D([], [], **PRINTED)
+    legend(figure, handles)
+    return figure
+
+
+def leads(
+    tables: Mapping[str, pd.DataFrame],
+    pairs: Sequence[tuple[str, str]],
+    *,
+    by: str,
+    column: str = "correct",
+    title: str = "",
+) -> Figure | None:
+    """Draw how far one arm is ahead of another in points, by group ``by`` and pair.
+
+    ``tables`` are evaluations by arm of the same items. Differences of a ``column`` are
+    paired by item; intervals at 95 % cover the choice of items. The fewer of groups and
+    pairs are panels. Pairs that did not run are left out; None where there is none.
+    """
+    rows = []
+    for arm, other in pairs:
+        if arm not in tables or other not in tables:
+            continue
+        gaps = 100 * (tables[arm][column] - tables[other][column])
+        for group, items in gaps.groupby(tables[arm][by], sort=False):
+            ends = interval(items.to_numpy(float)[None]) or (np.nan, np.nan)
+            low, high = np.clip(ends, -100, 100)  # shares differ by no more
+            sure = low * high > 0
+            pair = f"{arm} − {other}"
+            rows.append([str(group), pair, "", items.mean(), low, high, sure])
+    if not rows:
+        return None
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    if frame.panel.nunique() > frame.line.nunique():
+        frame = frame.rename(columns={"panel": "line", "line": "panel"})
+    panels = dict(list(frame.groupby("panel", sort=False)))
+    height = 0.22 * frame.line.nunique() + 0.5
+    figure, cells = grid(
+        list(panels), len(panels), height, "points", "", title, shared=True
+    )
+    for axes, effects in zip(cells, panels.values(), strict=True):
+        _effects(axes, effects, [""])
+    # A small difference should not look large because there is no larger one.
+    low, high = cells[0].get_xlim()
+    cells[0].set_xlim(min(low, -5), max(high, 5))
+    return figure
+
+
+def _effects(axes: Axes, effects: pd.DataFrame, names: list[str]) -> None:
+    """Draw the effects of one unit, a line each, its series one below the other."""
+    lines = effects.groupby("line", sort=False)
+    for place, (_, rows) in enumerate(lines):
+        rows = rows.sort_values("series", key=lambda series: series.map(names.index))
+        middle = (len(rows) - 1) / 2
+        apart = min(0.3, 0.8 / len(rows))
+        for index, row in enumerate(rows.itertuples()):
+            y = place + (index - middle) * apart
+            dress = look(names.index(row.series))
+            axes.plot([row.low, row.high], [y, y], color=dress["color"], lw=1.6)
+            face = dress["color"] if row.sure else "white"
+            axes.plot(row.value, y, ls="", mfc=face, markersize=5.5, zorder=3, **dress)
+        if "printed" in rows and rows.printed.notna().all():
+            axes.plot(rows.printed.iloc[0], place, **PRINTED)
+    axes.axvline(0, color=INK, lw=1)
+    axes.set_yticks(range(len(lines)), list(lines.groups), fontsize=8.5)
+    axes.set_ylim(len(lines) - 0.4, -0.6)
+    axes.grid(axis="x")
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+
+
+def style() -> None:
+    """Set matplotlib to the book's look for the session; call it once a notebook."""
+    plt.style.use(Path(__file__).with_name("book.mplstyle"))
+
+
+def single(height: float) -> tuple[Figure, Axes]:
+    """Open one panel of the text's width and so many inches in height."""
+    figure, axes = plt.subplots(figsize=(WIDTH, height), layout="constrained")
+    plt.close(figure)
+    return figure, axes
+
+
+def grid(
+    names: Sequence[str],
+    across: int,
+    height: float,
+    xlabel: str,
+    ylabel: str,
+    title: str,
+    *,
+    shared: bool = False,
+) -> tuple[Figure, list[Axes]]:
+    """Open one panel a name, at most ``across`` in a row of ``height`` inches."""
+    if not names:
+        refuse("E-DATA", "no panels to draw; expected at least one")
+    across = min(across, len(names))
+    down = math.ceil(len(names) / across)
+    figure, cells = plt.subplots(
+        down,
+        across,
+        figsize=(WIDTH, height * down + 0.6),
+        layout="constrained",
+        squeeze=False,
+        sharex=shared,
+        sharey=shared,
+    )
+    plt.close(figure)
+    panels = list(cells.flat[: len(names)])
+    for axes, name in zip(panels, names, strict=True):
+        axes.set_title(name, fontsize=10, pad=5)
+    for axes in cells.flat[len(names) :]:
+        axes.set_visible(False)
+    for axes in panels[-across:]:
+        # The lowest of each column; a label of the figure would lie under its legend.
+        axes.set_xlabel(xlabel, fontsize=9)
+        axes.tick_params(labelbottom=True)
+    figure.supylabel(ylabel, fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left")
+    return figure, panels
+
+
+def arrays(
+    chart: str, panels: Mapping[str, Series]
+) -> tuple[list[dict[str, Cloud]], dict[str, Look]]:
+    """Return each panel's series as arrays ``[n, 2]``, and the look of each name."""
+    clouds: list[dict[str, Cloud]] = []
+    looks: dict[str, Look] = {}
+    for title, panel in panels.items():
+        clouds.append({})
+        for name, series in panel.items():
+            cloud = np.asarray(series, dtype=float)
+            if cloud.ndim != 2 or cloud.shape[1] != 2:
+                shape = f"'{name}' of '{title}' is {cloud.shape}, not [n, 2]"
+                refuse("E-SHAPE", f"{chart}: {shape}")
+            clouds[-1][name] = cloud
+            looks.setdefault(name, look(len(looks)))
+    return clouds, looks
+
+
+def look(place: int) -> Look:
+    """Colour and marker of the series at a place: its own pair in every panel."""
+    turned = place + place // len(COLOURS)
+    colour = COLOURS[place % len(COLOURS)]
+    return {"color": colour, "marker": MARKERS[turned % len(MARKERS)]}
+
+
+def require(chart: str, frame: pd.DataFrame, columns: Sequence[str]) -> None:
+    """Refuse a frame without these columns."""
+    missing = [column for column in columns if column not in frame]
+    if missing:
+        there = list(frame.columns)
+        refuse("E-KEYS", f"{chart}: no column {missing}; the frame has {there}")
+
+
+def legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
+    """Put the legend right of the axes, a long one below; a short entry needs none."""
+    if len(handles) > BESIDE:
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=5)
+    elif len(handles) > 1 or any("\n" in name for name in handles):
+        figure.legend(handles.values(), handles, loc="outside right upper")
+
+
+def logarithmic(axis: Axis) -> None:
+    """Number a logarithmic axis as one reads it: 1, 10, 100, or 1, 2, 5 if few."""
+    low, high = axis.get_view_interval()
+    subs = (1, 2, 5) if high < 40 * low else (1,)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=9))
+    axis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
+
+
+def tilt_when_long(axes: Axes, names: Sequence[object], across: int = 1) -> None:
+    """Tilt the horizontal axis's names where side by side they would collide."""
+    if across * sum(len(str(name)) for name in names) > 75:
+        axes.tick_params(axis="x", rotation=30)
+        plt.setp(axes.get_xticklabels(), ha="right", rotation_mode="anchor")

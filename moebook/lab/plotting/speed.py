@@ -1,0 +1,145 @@
+"""Speed: times beside ours with the floor drawn in, growth on log axes, rooflines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from moebook.errors import refuse
+from moebook.lab.plotting import charts
+from moebook.lab.plotting.charts import COLOURS, INK, Series, grid, legend
+
+
+def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
+    """Draw each contender's time as a multiple of ours; the floor is a thick tick.
+
+    ``frame`` has one row a bar: ``group``, ``contender``, ``value`` (its time over
+    ours, above 0) and ``floor`` (the floor's time over ours, the same in a group; NaN
+    where there is none).
+    """
+    charts.require("multiples", frame, ("group", "contender", "value", "floor"))
+    if not (frame["value"] > 0).all():
+        refuse("E-RANGE", "multiples: values must be above 0; the axis is logarithmic")
+    groups = list(frame.groupby("group", sort=False))
+
+    # Two columns of about as many lines: a bar each, and one for a group's name.
+    sizes = [len(bars) + 1 for _, bars in groups]
+    above = np.cumsum([0, *sizes])
+    half = int(np.searchsorted(above, above[-1] / 2))
+    columns = [column for column in (groups[:half], groups[half:]) if column]
+    height = 0.2 * max(above[half], above[-1] - above[half]) + 0.4
+    figure, cells = grid([""] * len(columns), 2, height, xlabel, "", title)
+    handles: dict[str, Artist] = {}
+    for axes, column in zip(cells, columns, strict=True):
+        axes.sharex(cells[0])
+        _column(axes, column, handles)
+    figure.legend(handles.values(), handles, ncols=3, loc="outside lower center")
+    return figure
+
+
+def _column(
+    axes: Axes, groups: list[tuple[str, pd.DataFrame]], handles: dict[str, Artist]
+) -> None:
+    """Draw groups of bars, one below the other."""
+    labels: list[str] = []  # one a line, from the top
+    titles = []  # lines that hold a group's name
+    for group, bars in groups:
+        titles.append(len(labels))
+        labels.append(str(group))
+        for contender, value in zip(bars["contender"], bars["value"], strict=True):
+            place = len(labels)
+            labels.append(f"{contender}  ")
+            slower = value >= 1
+            colour = COLOURS[0] if slower else COLOURS[1]
+            bar = axes.barh(place, value - 1, 0.75, left=1, color=colour)
+            meaning = "slower than ours" if slower else "faster than ours"
+            handles[meaning] = bar.patches[0]
+            number = f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+            axes.annotate(
+                number,
+                (max(value, 1), place),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+                size=7,
+            )
+        floor = bars["floor"].iloc[0]
+        if np.isfinite(floor):
+            ends = [titles[-1] + 0.5, len(labels) - 0.5]
+            (handles["floor"],) = axes.plot([floor, floor], ends, color=INK, lw=2.5)
+    axes.axvline(1, color=INK, lw=1, ls=(0, (4, 3)))
+    axes.set(xscale="log", ylim=(len(labels) - 0.3, -0.8))
+    axes.set_yticks(range(len(labels)), labels, fontsize=7.5)
+    names = axes.get_yticklabels()
+    for place in titles:
+        names[place].set_fontweight("bold")
+    axes.tick_params(axis="x", labelsize=8)
+    axes.grid(axis="x")
+    axes.margins(x=0.2)
+
+
+def growth(
+    panels: Mapping[str, Series], *, xlabel: str, ylabel: str, title: str = ""
+) -> Figure:
+    """Draw how cost grows, a panel a sweep, on two log axes: a power law is a line.
+
+    ``panels`` is the panel's title to its series, name to points ``[n, 2]``; ``ours``
+    is thick.
+    """
+    curves, looks = charts.arrays("growth", panels)
+    figure, cells = grid(list(panels), 6, 1.0, xlabel, ylabel, title)
+    handles: dict[str, Artist] = {}
+    for axes, name, panel in zip(cells, panels, curves, strict=True):
+        axes.set_title(name, fontsize=7.5, pad=3)
+        for series, line in panel.items():
+            width = 2 if series == "ours" else 1
+            (curve,) = axes.plot(*line.T, lw=width, ms=3, **looks[series])
+            handles[series] = curve
+        axes.set(xscale="log", yscale="log")
+        axes.xaxis.label.set_fontsize(8)
+        axes.tick_params(labelsize=7, pad=2, length=2)
+        charts.logarithmic(axes.yaxis)
+        axes.minorticks_off()
+        values = np.concatenate(list(panel.values()))[:, 0]
+        axes.set_xticks(sorted({values.min(), values.max()}))
+        axes.xaxis.set_major_formatter("{x:g}")
+    figure.legend(handles.values(), handles, ncols=3, loc="outside lower center")
+    return figure
+
+
+def roofline(
+    runs: Mapping[str, tuple[float, float]],
+    *,
+    flops: float,
+    bandwidth: float,
+    title: str = "",
+) -> Figure:
+    """Draw what each op reached under the roof that the machine puts over it.
+
+    ``runs`` is the name to (FLOPs per byte that must move, FLOPs a second). ``flops`` a
+    second are measured on a dense product, ``bandwidth`` in bytes a second on a large
+    copy.
+    """
+    if min(flops, bandwidth) <= 0:
+        rates = f"flops {flops:g} and bandwidth {bandwidth:g}"
+        refuse("E-RANGE", f"roofline: {rates} must be above 0")
+    figure, axes = charts.single(charts.HEIGHT)
+    edge = flops / bandwidth  # left of it memory is the limit, right of it arithmetic
+    intensities = [edge, *(intensity for intensity, _ in runs.values())]
+    ends = np.array([min(intensities) / 2, edge, max(intensities) * 2])
+    (roof,) = axes.plot(ends, np.minimum(ends * bandwidth, flops) / 1e9, color=INK)
+    handles: dict[str, Artist] = {"roof": roof}
+    axes.axvspan(edge, ends[-1], color=COLOURS[6], alpha=0.08, lw=0)
+    for place, (name, (intensity, rate)) in enumerate(runs.items()):
+        dress = charts.look(place)
+        handles[name] = axes.scatter(intensity, rate / 1e9, s=42, zorder=3, **dress)
+    axes.set(xscale="log", yscale="log", title=title)
+    axes.set_xlabel("work for each byte that must move (FLOPs per byte)")
+    axes.set_ylabel("GFLOPs a second")
+    legend(figure, handles)
+    return figure

@@ -1,0 +1,13 @@
+"""What executed notebooks measured: values, runs, and what code made them; pools are in `store`."""
+
+from moebook.lab.records.runs import (
+    TIERS,
+    UNITS,
+    Curve,
+    Run,
+    Value,
+    plain,
+    read_run,
+    since,
+    write_run,
+)

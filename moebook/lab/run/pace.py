@@ -1,0 +1,108 @@
+"""What a run will take on this machine: what it took where it is on record, by the pace of both.
+
+``results/times.json`` has the CPU time of every notebook of the book and the `pace` of the machine
+that executed it; ``python -m workshop.times`` measures both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from moebook import storage
+from moebook.errors import Refusal
+from moebook.lab.run import sources
+from moebook.lab.run.parameters import Parameter
+from moebook.lab.run.sources import Notebook
+
+RECORD = "times.json"
+COMMANDS = {  # whose times are on record
+    "book": "make book",
+    "smoke": "make book TIER=smoke",
+    "test": "make test",
+    "soak": "make soak",
+}
+SAME = ("seed", "device")  # parameters that change no time on a CPU
+LONG = 90  # seconds from which minutes are told
+
+
+def pace(seconds: float = 1.0) -> float:
+    """Measure how many steps of a small network this machine takes a second, over some seconds.
+
+    A step is one of nano's FFNs over a batch, forward and backward, as most of the book's time is.
+    No random state but its own is touched.
+    """
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(1024, 128, generator=draw)
+    up, down = (
+        torch.randn(128, 384, generator=draw, requires_grad=True) for _ in range(2)
+    )
+    steps, start = 0, time.perf_counter()
+    while (spent := time.perf_counter() - start) < seconds:
+        hidden = torch.nn.functional.silu(rows @ up)
+        torch.autograd.grad((hidden @ down.T).square().mean(), (up, down))
+        steps += 1
+    return steps / spent
+
+
+def expected(declared: Mapping[str, Parameter], given: Mapping[str, Any]) -> str | None:
+    """Say what a notebook with these parameters will take here; None where nothing is known.
+
+    It is found by the names of its parameters. Only times of a CPU are on record, and only of the
+    tiers at which the book is executed.
+    """
+    import torch
+
+    try:
+        folder = storage.root()
+    except Refusal:  # neither a project nor a wheel: somebody's own notebook
+        return None
+    notebook = _declaring(declared.keys(), folder)
+    recorded = times(folder)
+    if notebook is None or not recorded or torch.cuda.is_available():
+        return None
+    spent = recorded["notebooks"].get(given["tier"], {}).get(notebook.name)
+    if spent is None:
+        return None
+    here = about(spent * recorded["pace"] / pace())
+    usual = notebook.defaults | notebook.settings(given["tier"])
+    changed = [
+        name for name in usual if name not in SAME and given[name] != usual[name]
+    ]
+    if not changed:
+        return f"This will take {here} on this machine."
+    names = ", ".join(changed)
+    return f"At tier {given['tier']} this takes {here} on this machine; here {names} differ."
+
+
+def _declaring(names: Collection[str], folder: Path) -> Notebook | None:
+    """Find the notebook that declares parameters of these names; None where several do."""
+    every = sources.notebooks(folder).values()
+    found = [one for one in every if one.parameters.keys() == {*names}]
+    return found[0] if len(found) == 1 else None
+
+
+def cost(notebook: str, tier: str, folder: Path) -> float:
+    """Return the CPU seconds of a notebook at a tier that are on record; 0 where none are."""
+    return float(times(folder).get("notebooks", {}).get(tier, {}).get(notebook, 0.0))
+
+
+def times(folder: Path) -> dict[str, Any]:
+    """Read what was measured for a release; empty where nothing is on record."""
+    path = storage.part(folder, "results") / RECORD
+    if not path.is_file():
+        return {}
+    with storage.formed(path):
+        found: dict[str, Any] = storage.read_json(path)
+        return found
+
+
+def about(seconds: float) -> str:
+    """Write a time that is not exact: ``about 40 seconds``, ``about 3 minutes``."""
+    if seconds < LONG:
+        return f"about {max(10, round(seconds, -1)):.0f} seconds"
+    return f"about {round(seconds / 60)} minutes"

@@ -1,0 +1,303 @@
+"""The notebooks of the project: ``notebooks/NN_name.ipynb``, their parameters and protocols.
+
+A protocol is a YAML file beside the notebook, ``NN_name.<protocol>.yaml``: one flat
+mapping of parameter to scalar, which plain ``papermill -f`` reads too. The tier that
+the parameters cell declares as its default needs no file. A notebook
+``NN_name_findings.ipynb`` reads pools of runs and trains nothing: it has no protocols.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from moebook import storage
+from moebook.errors import printable, refuse, refuse_unknown
+from moebook.lab import papers
+from moebook.lab.records import TIERS, Run, store
+from moebook.lab.records.runs import read_head
+from moebook.lab.records.store import CLASS, COMMITTED, Pool
+from moebook.lab.run import parameters
+from moebook.lab.run.parameters import Parameter, Scalar
+
+DECIDES = "Decides: "
+_STEM = re.compile(r"\d\d_([a-z0-9_]+)")
+
+
+@dataclass(frozen=True)
+class Notebook:
+    """A notebook's source, its first heading and what its parameters cell declares, by name."""
+
+    path: Path
+    title: str
+    parameters: dict[str, Parameter]
+
+    @property
+    def name(self) -> str:
+        """The short name: ``pesc`` for ``01_pesc.ipynb``."""
+        return self.path.stem[3:]
+
+    @property
+    def findings(self) -> bool:
+        """Whether it reads the pools of another notebook, and has nothing to run at a scale."""
+        return self.name.endswith("_findings")
+
+    @property
+    def defaults(self) -> dict[str, Scalar]:
+        """Its parameters' defaults."""
+        return {
+            parameter.name: parameter.default for parameter in self.parameters.values()
+        }
+
+    @property
+    def protocols(self) -> list[str]:
+        """Names of its protocols: the tiers in their order, where `study` stands for its own."""
+        names = {str(self.defaults["tier"])}
+        for path in storage.files.own(self.path.parent, f"{self.path.stem}.*.yaml"):
+            _, protocol, *_ = path.name.split(".")
+            names.add(protocol)
+        order = {tier: place for place, tier in enumerate(TIERS)}
+        return sorted(names, key=lambda name: (order.get(name, order["study"]), name))
+
+    def settings(self, protocol: str) -> dict[str, Scalar]:
+        """Read and check what a protocol sets, ``tier`` included."""
+        file = self._file(protocol)
+        message = f"{self.name} has no protocol '{protocol}' ({file.name});"
+        if storage.files.foreign(file.name) and file.is_file():
+            message = f"{file.name} looks like a copy, by its name, and is no protocol;"
+        refuse_unknown(protocol, self.protocols, "E-PROTOCOL", message)
+        settings = {"tier": self.defaults["tier"]}
+        lines = read_flat(file) if file.is_file() else {}
+        for name, (value, where) in lines.items():
+            settings |= parameters.check(self.parameters, {name: value}, where)
+        tiers = _tiers(protocol)
+        tier = settings["tier"]
+        if tier not in tiers:
+            expected = f"expected {', '.join(tiers)}"
+            refuse("E-CONFIG", f"{file.name}: tier = {tier!r}; {expected}")
+        return settings
+
+    def _file(self, protocol: str) -> Path:
+        return self.path.with_name(f"{self.path.stem}.{protocol}.yaml")
+
+    def head(self, protocol: str) -> list[str]:
+        """Return the comment at the top of a protocol's file, line by line."""
+        file = self._file(protocol)
+        if not file.is_file():
+            return []
+        lines = file.read_text(encoding="utf-8").splitlines()
+        comment = takewhile(lambda line: line.startswith("#"), lines)
+        return [line[1:].strip() for line in comment]
+
+    def facts(self, protocol: str) -> dict[str, str]:
+        """Return what the head says by name: ``Seeds: 0-9``."""
+        facts: dict[str, str] = {}
+        for line in self.head(protocol):
+            name, colon, fact = line.partition(": ")
+            if colon:
+                facts[name] = fact
+        return facts
+
+    def decides(self, protocol: str) -> list[str]:
+        """Return the ids of the claims that its runs decide, from lines ``Decides: id, id``."""
+        ids: list[str] = []
+        for line in self.head(protocol):
+            if line.startswith(DECIDES):
+                ids += re.split(r",\s*", line.removeprefix(DECIDES))
+        return [claim_id for claim_id in ids if claim_id]
+
+    def design(self, protocol: str) -> dict[str, Any]:
+        """Return the parameters that all runs of a protocol share."""
+        return design(self.defaults | self.settings(protocol))
+
+    def agrees(self, pool: Pool) -> None:
+        """Refuse a pool that was made with other parameters than its protocol has (E-POOL)."""
+        then = pool.last.settings
+        now = self.design(pool.protocol)
+        for key in sorted(then.keys() & now.keys()):
+            if then[key] != now[key]:
+                pair = f"{key} = {now[key]!r}, its runs were made with {then[key]!r}"
+                refuse(
+                    "E-POOL",
+                    f"protocol {pool.protocol} says {pair}; give it another name",
+                )
+
+
+def _tiers(protocol: str) -> tuple[str, ...]:
+    """Return the tiers that a protocol may have, by its name."""
+    if protocol in TIERS:
+        return (protocol,)
+    return ("cpu",) if protocol == CLASS else COMMITTED
+
+
+def design(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that runs of one protocol share: all but seed, arms and device."""
+    own = ("seed", "arms", "device")
+    return {name: value for name, value in parameters.items() if name not in own}
+
+
+def paths(folder: Path) -> dict[str, Path]:
+    """Find all notebooks of the project, by short name; none of them is read."""
+    by_name: dict[str, Path] = {}
+    for path in sorted(storage.part(folder, "notebooks").glob("*.ipynb")):
+        match = _STEM.fullmatch(path.stem)
+        if match is None:
+            continue
+        other = by_name.setdefault(match[1], path)
+        if other != path:
+            refuse("E-NOTEBOOK", f"{other.name} and {path.name} share a name")
+    return by_name
+
+
+def notebooks(folder: Path) -> dict[str, Notebook]:
+    """Read all notebooks of the project, by short name, in the order of their numbers."""
+    return {name: read(path) for name, path in paths(folder).items()}
+
+
+def deciders(folder: Path) -> dict[str, set[str]]:
+    """Return by claim the protocols that decide it, as their heads say (``Decides: id, id``).
+
+    A claim that does not exist or belongs to another notebook is refused, and so are
+    two protocols of one scale that decide the same claim (E-CONFIG).
+    """
+    known = {claim.id: claim for claim in papers.claims()}
+    protocols: dict[str, set[str]] = {}
+    files: dict[tuple[str, str], str] = {}  # by claim and scale, which file decides it
+    for name, notebook in notebooks(folder).items():
+        for protocol in notebook.protocols:
+            where = f"{notebook.path.stem}.{protocol}.yaml"
+            scale = store.scale(str(notebook.design(protocol).get("base", "")))
+            for claim in notebook.decides(protocol):
+                refuse_unknown(claim, known, "E-CONFIG", f"{where} decides '{claim}':")
+                owner = known[claim].run
+                if owner != name:
+                    refuse(
+                        "E-CONFIG", f"{where} decides {claim}, which {owner} measures"
+                    )
+                other = files.setdefault((claim, scale), where)
+                if other != where:
+                    both = f"{where} and {other} both decide {claim} at {scale}"
+                    refuse("E-CONFIG", f"{both}; one may")
+                protocols.setdefault(claim, set()).add(protocol)
+    return protocols
+
+
+def find(folder: Path, name: str) -> Notebook:
+    """Return the notebook with that short name, or refuse with the nearest one."""
+    known = paths(folder)
+    if not known:
+        refuse("E-NOFILE", f"no notebooks/NN_name.ipynb in {folder}")
+    refuse_unknown(name, known, "E-NOTEBOOK", f"unknown notebook '{name}':")
+    return read(known[name])
+
+
+def read(path: Path) -> Notebook:
+    """Read one notebook's title and the cell tagged ``parameters``; nothing of it is executed."""
+    where = f"notebooks/{path.name}"
+    cells = storage.read_ipynb(path)["cells"]
+    tagged = [
+        cell for cell in cells if "parameters" in cell["metadata"].get("tags", [])
+    ]
+    if len(tagged) != 1:
+        expected = "expected one cell tagged 'parameters'"
+        refuse("E-NOTEBOOK", f"{where}: {expected}, found {len(tagged)}")
+    declared = parameters.parse(tagged[0]["source"], where)
+    if "tier" not in declared:
+        line = 'tier: str = "cpu"  # {smoke, cpu, ...}'
+        refuse("E-NOTEBOOK", f"{where} must declare {line}")
+    texts = [cell["source"] for cell in cells if cell["cell_type"] == "markdown"]
+    heading = re.search(r"^# (.*)", "\n".join(texts), re.MULTILINE)
+    title = heading[1].strip() if heading else ""
+    return Notebook(path, title, declared)
+
+
+def read_flat(path: Path) -> dict[str, tuple[Any, str]]:
+    """Read a YAML file of one flat mapping: name to value and the place of its line."""
+    content, places = storage.read_places(path)
+    if not isinstance(content, dict | None):
+        where = f"{path.parent.name}/{path.name}:1:1"
+        refuse("E-CONFIG", f"{where}: expected name: value")
+    flat: dict[str, tuple[Any, str]] = {}
+    for (name, value), place in zip((content or {}).items(), places, strict=True):
+        if isinstance(value, list | dict):
+            refuse("E-CONFIG", f"{place}: expected one flat mapping of name: value")
+        flat[name] = (value, place)
+    return flat
+
+
+def overview(folder: Path) -> str:
+    """Return the text of ``moebook list``: a block a notebook, with protocols and their costs."""
+    blocks = (_block(notebook, folder) for notebook in notebooks(folder).values())
+    return "\n\n".join(blocks) or f"no notebooks/NN_name.ipynb in {folder}"
+
+
+def _block(notebook: Notebook, folder: Path) -> str:
+    """Return a notebook's title, its parameters and its protocols with their costs."""
+    pools = store.pools(notebook.name, folder, read=read_head)
+    live = store.live(notebook.name, folder, read_head)
+    if live:
+        pools.setdefault(live.last.protocol, live)
+    of_course = store.pool(notebook.name, CLASS, folder, read_head)
+    if of_course:
+        pools[CLASS] = of_course
+    width = max(len(name) for name in notebook.parameters)
+    lines = [f"{notebook.name}  {notebook.title} (notebooks/{notebook.path.name})"]
+    for parameter in notebook.parameters.values():
+        kind = parameter.type.__name__
+        start = f"  -p {parameter.name:<{width}} {kind:<5} = {parameter.default!r}"
+        lines.append(f"{start}  {parameter.help} {parameter.rule}".rstrip())
+    for protocol in notebook.protocols:
+        measured = _measured(pools.get(protocol))
+        lines.append(f"  --on {protocol:<8} {measured}")
+    return "\n".join(map(printable, lines))
+
+
+def _measured(pool: Pool | None) -> str:
+    """Say what the last run of a pool cost, and which seeds there are, if several."""
+    if pool is None:
+        return "not measured"
+    spent = cost(pool.last)
+    if len(pool.seeds) == 1:
+        return spent
+    return f"seeds {', '.join(map(str, pool.seeds))}, each {spent}"
+
+
+def cost(run: Run) -> str:
+    """Say what a run cost, from its manifest: time, peak memory, and on what."""
+    try:
+        spent = run.manifest["seconds"]
+        memory = run.manifest["peak_memory"]
+        machine = run.manifest["environment"]
+        hardware = (
+            machine["accelerator"] or f"{machine['cpu']}, {machine['cores']} cores"
+        )
+        # Once one run had several.
+        seeds = run.manifest.get("parameters", {}).get("seeds", 1)
+        share = f" for {seeds} seeds" if seeds > 1 else ""
+        return f"{duration(spent)}{share}, {size(memory)} on {hardware}"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        where = f"the manifest of {run.notebook}, {run.protocol}, seed {run.seed}"
+        problem = f"{type(error).__name__}: {error}"
+        refuse("E-RUN", f"{where} is incomplete ({problem}); run it again")
+
+
+def duration(seconds: float) -> str:
+    """Write seconds as ``4.2 s``, ``3 min 20 s`` or ``1 h 5 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def size(bytes_: int | None) -> str:
+    """Write bytes as MB or GB (powers of ten)."""
+    if bytes_ is None:
+        return "memory not measured"
+    return f"{bytes_ / 1e9:.1f} GB" if bytes_ >= 1e9 else f"{bytes_ / 1e6:.0f} MB"

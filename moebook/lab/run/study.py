@@ -1,0 +1,414 @@
+"""Fill pools: each run in a process of its own with one thread, from a frozen copy of the commit.
+
+A run that is in the pool is skipped, one that fails is reported while the others go on,
+and each is kept as soon as it has ended: what was finished survives whatever ends the
+study.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moebook import cluster, runtime, storage
+from moebook.errors import Refusal, placed, refuse, told
+from moebook.lab import records
+from moebook.lab.records import Run, store
+from moebook.lab.records.store import CLASS, COMMITTED, Pool
+from moebook.lab.run import children, parameters, sources
+from moebook.lab.run.parameters import Scalar
+from moebook.lab.run.publish import read_notebook
+from moebook.lab.run.runner import check_device, run_notebook
+from moebook.lab.run.sources import Notebook
+from moebook.lists import ALL
+
+# What a study freezes.
+CODE = (
+    "moebook",
+    "notebooks",
+    "results/banks",
+    "_config.yml",
+    "requirements.lock",
+)
+CHILD = "from moebook.lab.run import study; study.child()"
+MOST_SEEDS = 1000  # in one call
+# Notebooks whose arms `experiments` knows.
+PLANNED = (
+    "pesc",
+    "router_init",
+    "rocket",
+    "esft",
+    "rivals",
+    "together",
+)
+LOOK = 5.0  # seconds without a run that ended, after which the cluster's nodes are looked at
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to execute: a notebook under a protocol, with parameters that go before its own."""
+
+    notebook: str
+    protocol: str
+    overrides: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+Outcome = Path | Refusal  # the executed notebook, or why there is none
+Ended = Generator[tuple[Job, Outcome], None, None]
+
+
+def side_by_side(
+    jobs: Sequence[Job],
+    folder: Path,
+    workers: int,
+    places: Mapping[str, str | None] | None = None,
+) -> Ended:
+    """Execute jobs with the code of a project, so many at a time; yield each as it ends.
+
+    However this process ends, they end as well. Where ``places`` has a notebook's name,
+    the run and its kernel are forks of the process that listens there (`warm`).
+    """
+    if places is None:
+        places = {}
+    with children.lifeline() as (waiting, end), ThreadPoolExecutor(workers) as threads:
+        futures = {}
+        for job in jobs:
+            place = places.get(job.notebook)
+            futures[threads.submit(_execute, job, folder, waiting, place)] = job
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            end()
+
+
+def _execute(job: Job, folder: Path, waiting: int, place: str | None) -> Outcome:
+    try:
+        text = json.dumps(vars(job))
+        printed = children.run(CHILD, text, folder=folder, waiting=waiting, place=place)
+        return Path(printed[-1])
+    except Refusal as refusal:
+        return refusal
+
+
+def child() -> None:
+    """Execute the job that the command line holds, and print the path of its notebook."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    job = Job(**json.loads(sys.argv[-1]))
+    try:
+        outcome = run_notebook(
+            job.notebook, job.protocol, job.overrides, folder=Path.cwd()
+        )
+    except Exception as error:
+        print(told(error), file=sys.stderr)
+        sys.exit(2)
+    if outcome:
+        print(outcome.notebook)
+
+
+def seeds(text: str) -> list[int]:
+    """Read ``0-9``, ``3`` or ``0-2,7``; anything else is refused (E-RANGE)."""
+    spans: list[range] = []
+    for piece in text.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", piece.strip())
+        first = int(match[1]) if match else 1
+        last = int(match[2] or match[1]) if match else 0
+        if first > last:
+            expected = "expected rising numbers, as in 0-9 or 3"
+            refuse("E-RANGE", f"--seeds {text}: '{piece}'; {expected}")
+        spans.append(range(first, last + 1))
+    # Counted before they are listed: a span may name a billion.
+    count = sum(len(span) for span in spans)
+    if count > MOST_SEEDS:
+        most = f"expected at most {MOST_SEEDS:,} a call"
+        why = "since each is a run of its own, of minutes or hours"
+        refuse("E-RANGE", f"--seeds {text} names {count:,} seeds; {most}, {why}")
+    numbers: list[int] = []
+    for span in spans:
+        numbers += span
+    repeated = [seed for seed in numbers if numbers.count(seed) > 1]
+    if repeated:
+        refuse("E-RANGE", f"--seeds {text} names seed {repeated[0]} twice")
+    return numbers
+
+
+def study(
+    name: str,
+    protocol: str,
+    wanted: Sequence[int],
+    *,
+    folder: Path,
+    arms: str | None = None,
+    jobs: int | None = None,
+    engine: str = "local",
+    gpus: float = 0,
+) -> int:
+    """Execute the runs that a pool lacks, a progress line each; return how many failed.
+
+    ``arms`` are names with commas between them, or ``all`` (default: the protocol's).
+    ``jobs`` runs go at a time (default: cores); the ``engine`` is ``local``, or ``ray``
+    for the cluster here, which gives each run a CPU and so many ``gpus``.
+    """
+    notebook = sources.find(folder, name)
+    tier = notebook.settings(protocol)["tier"]
+    pooled: list[str] = []
+    for each in notebook.protocols:
+        if each == CLASS or notebook.settings(each)["tier"] in COMMITTED:
+            pooled.append(each)
+    if protocol not in pooled:
+        others = ", ".join(pooled)
+        refuse("E-TIER", f"no pool is kept of '{protocol}' (tier {tier}); use {others}")
+    pool = store.pool(name, protocol, folder)
+    if pool:
+        notebook.agrees(pool)
+    default = (notebook.defaults | notebook.settings(protocol)).get("arms")
+    if arms and default is None:
+        refuse("E-RANGE", f"{name} has no arms; leave --arms away")
+    asked = None if default is None else arms or str(default)
+    todo: list[Job] = []
+    for seed in wanted:
+        overrides = _lacking(seed, asked, pool)
+        if overrides:
+            todo.append(Job(name, protocol, overrides))
+    _check(notebook, protocol, todo, engine)
+    print(f"{name} at {protocol}: {len(wanted)} seeds, {len(todo)} to run", flush=True)
+    return _run_all(todo, engine, jobs, gpus, folder) if todo else 0
+
+
+def _check(notebook: Notebook, protocol: str, todo: Sequence[Job], engine: str) -> None:
+    """Refuse at once, before a commit is frozen, what every run would be refused for."""
+    for job in todo:
+        parameters.check(
+            notebook.parameters, job.overrides, f"{notebook.name} at {protocol}"
+        )
+    settings = notebook.defaults | notebook.settings(protocol)
+    if engine == "local":  # a cluster's nodes may have other devices
+        check_device(settings)
+    if notebook.name in PLANNED:
+        from moebook import experiments  # with torch and all methods
+
+        for asked in {str(job.overrides["arms"]) for job in todo}:
+            experiments.check(notebook.name, settings | {"arms": asked})
+
+
+def _lacking(seed: int, arms: str | None, pool: Pool | None) -> dict[str, Any]:
+    """Return the overrides of the run that is missing of a seed; empty where none is."""
+    runs = [run for run in pool.runs if run.seed == seed] if pool else []
+    if arms is None:
+        return {} if runs else {"seed": seed}
+    if not runs:
+        return {"seed": seed, "arms": arms}
+    have: set[str] = set()
+    known: list[str] = []  # all arms that the notebook had when these runs were made
+    for run in runs:
+        have.update(run.arms)
+        known += run.manifest.get("known_arms", run.arms)
+    asked = known if arms == ALL else arms.split(",")
+    missing = [arm for arm in dict.fromkeys(asked) if arm not in have]
+    return {"seed": seed, "arms": ",".join(missing)} if missing else {}
+
+
+def _run_all(
+    todo: Sequence[Job], engine: str, jobs: int | None, gpus: float, folder: Path
+) -> int:
+    """Execute jobs, add each run to its pool, a progress line each; return how many failed."""
+    copy = freeze(folder)
+    failed = 0
+    start = time.monotonic()
+    if engine == "local":
+        workers = min(jobs or runtime.cores(), len(todo))
+        running = side_by_side(todo, copy, workers)
+    else:
+        running = _on_ray(todo, copy, gpus)
+    with closing(running) as ended:
+        for number, (job, outcome) in enumerate(ended, start=1):
+            each = (time.monotonic() - start) / number
+            minutes_left = each * (len(todo) - number) / 60
+            progress = f"{number} of {len(todo)}"
+            if minutes_left:
+                progress += f", about {minutes_left:.0f} min left"
+            line, good = _take_in(outcome, copy, folder)
+            if not good:
+                failed += 1
+            print(f"seed {job.overrides['seed']}: {line} ({progress})", flush=True)
+    return failed
+
+
+def _on_ray(todo: Sequence[Job], copy: Path, gpus: float) -> Ended:
+    """Execute jobs as tasks of the Ray cluster; one whose node dies is run again elsewhere.
+
+    Ray names a task's GPUs in ``CUDA_VISIBLE_DEVICES``. Where no node is left that
+    could run them, the jobs that are left fail.
+    """
+    with cluster.joined(gpus, working_dir=str(copy), excludes=["runs"]) as ray:
+        task = ray.remote(num_cpus=1, num_gpus=gpus or None, max_retries=5)(_task)
+        waiting = {task.remote(job): job for job in todo}
+        while waiting:
+            done, _ = ray.wait(list(waiting), timeout=LOOK)
+            lack = "" if done else cluster.lacking(ray, gpus)
+            if lack:  # nodes have gone
+                for job in waiting.values():
+                    yield job, Refusal("E-CLUSTER", lack)
+                return
+            for each in done:
+                job = waiting.pop(each)
+                try:
+                    path = (
+                        copy / "runs" / "cluster" / f"{job.overrides['seed']}.parquet"
+                    )
+                    storage.write(path, ray.get(each))
+                    yield job, path
+                except Refusal as refusal:
+                    yield job, Refusal(refusal.code, refusal.message)
+                except ray.exceptions.RayError as error:
+                    last_line = str(error).strip().splitlines()[-1]
+                    yield job, Refusal("E-CLUSTER", last_line)
+
+
+def _task(job: Job) -> bytes:
+    """What a task does on its node: the same process as here, in the copy that Ray brought."""
+    ((_, outcome),) = side_by_side([job], Path.cwd(), 1)
+    if isinstance(outcome, Refusal):
+        raise outcome
+    return outcome.with_suffix(".parquet").read_bytes()
+
+
+def _take_in(outcome: Outcome, copy: Path, folder: Path) -> tuple[str, bool]:
+    """Add a finished run to its pool; say in a line what became of it, and whether it is there."""
+    try:
+        if isinstance(outcome, Refusal):
+            raise outcome
+        run = records.read_run(outcome.with_suffix(".parquet"))
+        path = add(run, folder)
+    except Exception as error:  # whatever it is, the other runs go on
+        # The run named its failed copy from the frozen code, where it executed.
+        failed = str(copy.relative_to(folder) / "runs" / "failed")
+        message = str(told(error)).replace("runs/failed", failed)
+        return f"failed: {message}", False
+    spent = run.manifest["seconds"]
+    return (
+        f"{spent:.0f} s, {len(run.values)} values in {path.relative_to(folder)}",
+        True,
+    )
+
+
+def add(run: Run, folder: Path) -> Path:
+    """Put a run into its pool and return its file; one that does not belong there is refused."""
+    place = folder / "results" / run.notebook / run.protocol
+    lock = folder / "runs" / f"{run.notebook}-{run.protocol}.lock"
+    with storage.locked(lock, wait=True):
+        storage.sweep(place)
+        pool = store.pool(run.notebook, run.protocol, folder)
+        others = pool.runs if pool else ()
+        Pool(run.notebook, run.protocol, (*others, run))  # refuses what does not fit
+        path = _free_file(place, run.seed)
+        store.keep(run, path, folder)
+    return path
+
+
+def _free_file(place: Path, seed: int) -> Path:
+    """Return ``3.parquet``, or ``3.2.parquet`` and so on for further arms of that seed."""
+    path = place / f"{seed}.parquet"
+    part = 1
+    while path.exists():
+        part += 1
+        path = place / f"{seed}.{part}.parquet"
+    return path
+
+
+def add_notebook(path: Path, folder: Path) -> tuple[Run, Path]:
+    """Take in an executed notebook, such as plain papermill leaves it, as a run of its protocol."""
+    run = read_notebook(path, folder)
+    if "date" not in run.manifest:
+        fix = "give papermill's output"
+        refuse("E-RUN", f"{path.name} does not say when it was executed; {fix}")
+    notebook = sources.find(folder, run.notebook)
+    designs: dict[str, dict[str, Any]] = {}
+    for protocol in notebook.protocols:
+        designs[protocol] = notebook.design(protocol)
+    fitting = [
+        protocol for protocol, design in designs.items() if design == run.settings
+    ]
+    if not fitting or run.tier not in COMMITTED:
+        protocol, difference = _nearest_design(run, designs)
+        odd = f"is of no protocol; beside '{protocol}' {difference}"
+        refuse("E-PROTOCOL", f"{path.name} {odd}")
+    run = replace(run, protocol=fitting[0])
+    return run, add(run, folder)
+
+
+def _nearest_design(
+    run: Run, designs: Mapping[str, Mapping[str, Any]]
+) -> tuple[str, str]:
+    """Return the first protocol of a run's tier, or ``cpu``, and what first differs from it."""
+    of_tier = [name for name, design in designs.items() if design["tier"] == run.tier]
+    protocol = of_tier[0] if of_tier else "cpu"
+    design = designs.get(protocol, {})
+    for name, value in run.settings.items():
+        if design.get(name) != value:
+            return protocol, f"{name} = {value!r}, not {design.get(name)!r}"
+    return protocol, f"tier {run.tier} has no pool"
+
+
+def freeze(folder: Path) -> Path:
+    """Export the commit into ``runs/frozen/<commit>``, so that one can go on writing meanwhile."""
+    commit = storage.commit(folder)
+    if commit is None:
+        why = "a study runs committed code"
+        refuse("E-GIT", f"{folder} has no git commit to freeze; {why}")
+    if (folder / storage.files.FROZEN).is_file():
+        return folder  # a frozen copy itself
+    if commit["dirty"]:
+        print("uncommitted changes of the code are not part of this study", flush=True)
+    place: Path = folder / "runs" / "frozen" / commit["id"][:12]
+    with storage.locked(place.with_name("frozen.lock"), wait=True):
+        for stage in place.parent.glob(".stage-*"):  # by a study that was killed
+            shutil.rmtree(stage)
+        if place.is_dir():
+            return place
+        with tempfile.TemporaryDirectory(
+            prefix=".stage-", dir=place.parent
+        ) as temporary:
+            code = Path(temporary) / "code"
+            with placed(place):
+                _export(folder, commit["id"], code)
+            storage.write(code / storage.files.FROZEN, commit["id"])
+            code.rename(place)
+    return place
+
+
+def _export(folder: Path, commit: str, code: Path) -> None:
+    """Write a commit's files, as git gives them, into a new folder."""
+    names = [name for name in CODE if (folder / name).exists()]
+    command = ["git", "-C", str(folder), "archive", commit, "--", *names]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as git:
+        assert git.stdout and git.stderr  # for mypy: they are pipes
+        damage = ""
+        try:
+            with tarfile.open(fileobj=git.stdout, mode="r|") as archive:
+                archive.extractall(code, filter="data")
+        except (
+            tarfile.TarError
+        ) as error:  # also where git ended early, and says why itself
+            damage = str(error)
+        git.stdout.close()
+        complaint = git.stderr.read().decode(errors="replace").strip()
+    if git.returncode or damage:
+        reason = complaint or damage or f"it {children.ending(git.returncode)}"
+        refuse("E-GIT", f"git archive: {reason}")

@@ -1,9 +1,0 @@
-"""What a training needs, before it runs: bytes a device, FLOPs, hours, cost, and what would fit."""
-
-from moebook.planning import methods
-from moebook.planning.cost import EFFICIENCY, GPUS, Machine, Plan, machine, plan, state
-from moebook.planning.dry import Size, Training, dry_run, size
-from moebook.planning.tally import Tally
-
-RECORDS = "results/plan"
-"""Folder of the papers' plans, and of what was measured, a file a machine."""

@@ -1,0 +1,509 @@
+"""Findings: every sentence, table and point follows from the pools' numbers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moebook import storage
+from moebook.errors import Refusal
+from moebook.lab import papers
+from moebook.lab.evidence import findings, heads
+from moebook.lab.evidence.verdicts import ledger, repeated, row
+from moebook.lab.pages import pages
+from moebook.lab.records import Curve, Run, Value, store
+from moebook.lab.records.store import Pool
+from moebook.lab.run import sources
+from moebook.lab.run.study import seeds
+from tests.refusals import refused
+
+CLAIM = papers.claim("pesc.sparse-beats-dense")
+BOUND = papers.claim("pesc.outputs-near-full-experts")
+EXACT = replace(
+    CLAIM,
+    id="pesc.size",
+    exact=True,
+    reference=None,
+    unit="count",
+    kind="number",
+    direction=None,
+    claimed=7e9,
+    tolerance=1e9,
+)
+HOLDS, FAILS, OPEN = (0.02, 0.025, 0.015), (-0.02, -0.025, -0.015), (0.02, -0.02, 0.01)
+
+
+def pool(*effects, protocol="nano", tier="study", claim=CLAIM):
+    """A pool with these effects seed by seed, made without items."""
+    reference = claim.reference if isinstance(claim.reference, str) else ""
+    start = 0.5 if reference else float(claim.reference or 0.0)
+    base = {"base": "nano" if tier == "cpu" else protocol}
+    runs = []
+    for seed, effect in enumerate(effects):
+        values = [Value(claim.value, start + effect, claim.unit)]
+        values += [Value(reference, start, claim.unit)] if reference else []
+        runs.append(Run("pesc", protocol, tier, seed, tuple(values), settings=base))
+    return Pool("pesc", protocol, tuple(runs))
+
+
+def decided(claim, *pools):
+    """The claim's row where every one of these pools decides at its scale."""
+    return row(claim, pools, [pool.protocol for pool in pools])
+
+
+def ruled(name, *effects):
+    return decided(replace(CLAIM, id=f"pesc.{name}"), *[pool(*effects)] * bool(effects))
+
+
+def only(row):
+    """What was measured at a row's one scale."""
+    (verdict,) = row.verdicts
+    return verdict.shown
+
+
+COMPUTED = row(EXACT, [pool(7.5e9, claim=EXACT)])
+
+
+SENTENCES = """\
+**Holds** at 1 M: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
+**Fails** at 1 M: -2.0 points (95 % from -3.2 to -0.8 points; 3 seeds).
+**Too small to see** at 1 M: +0.3 points (95 % from -4.8 to +5.5 points; 3 seeds); \
+less than 5.2 points was not detectable.
+**Cannot tell** at 1 M: +10.0 points, one value; as claimed so far.
+**Cannot tell** at 1 M: +10.0 points (95 % from +10.0 to +10.0 points; 2 seeds); \
+as claimed so far.
+**Not run** at a scale that can test it.
+**Fails** at 1 M: 1.21, claimed to be below 1 (95 % from 1.19 to 1.23; 3 seeds).
+**Reproduced** at 1 M: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
+**Holds**: 7,500,000,000, a computed value."""
+
+
+def test_a_sentence_tells_the_claim_the_verdict_and_the_numbers_it_rests_on():
+    ran = [
+        pool(*HOLDS),
+        pool(*FAILS),
+        pool(*OPEN),
+        pool(0.1, protocol="cpu", tier="cpu"),
+        pool(0.1, 0.1),
+        None,
+        pool(0.2, 0.21, 0.22, claim=BOUND),
+        pool(*HOLDS, tier="paper"),
+        pool(7.5e9, claim=EXACT),
+    ]
+    claims = [CLAIM] * 6 + [BOUND, replace(CLAIM, claimed=0.02, tolerance=0.01), EXACT]
+    for claim, one, told in zip(claims, ran, SENTENCES.splitlines(), strict=True):
+        judged = decided(claim, *[one] * bool(one))
+        assert findings.sentence(judged) == f"{claim.sentence} {told}"
+    two = row(CLAIM, [pool(*HOLDS), pool(*OPEN, protocol="smollm2")], ["nano"])
+    assert findings.said(two).endswith(
+        "3 seeds). **Exploratory only** at 135 M: +0.3 points (95 % from -4.8 to +5.5 points; "
+        "3 seeds); less than 5.2 points was not detectable."
+    )
+
+
+def test_surprises_come_first_and_of_each_kind_the_strongest():
+    strong, far = [x + 0.1 for x in HOLDS], [x - 0.1 for x in FAILS]
+    rows = [
+        ruled("open", *OPEN),
+        ruled("weak", *HOLDS),
+        ruled("strong", *strong),
+        ruled("not-run"),
+        ruled("fails", *FAILS),
+        ruled("far", *far),
+    ]
+    names = [one.claim.id.partition(".")[2] for one in findings.ordered(rows)]
+    assert names == ["far", "fails", "strong", "weak", "open", "not-run"]
+    assert only(rows[1]).strength == pytest.approx(
+        0.02 / (4.302653 * 0.005 / 3**0.5), 1e-6
+    )
+    frame = findings.summary([ruled("holds", *HOLDS), COMPUTED, row(CLAIM, [])])
+    assert frame.loc["holds"].to_dict() == {
+        "scale": "1 M",
+        "seeds": 3,
+        "effect": "+2.0 points",
+        "95 %": "+0.8 to +3.2 points",
+        "could see": "1.2 points",
+        "the paper's": "+0.9 points",
+        "verdict": "holds",
+    }
+    assert len(frame) == 1 and findings.summary([row(CLAIM, [])]).empty
+    sure = ruled("holds", *HOLDS)
+    sure = replace(sure, verdicts=(replace(sure.verdicts[0], survives=True),))
+    assert findings.summary([sure]).verdict.tolist() == ["holds *"]
+    assert findings.sentence(sure).endswith("3 seeds); it survives correction.")
+
+
+@pytest.mark.parametrize(
+    ("large", "trend"),
+    [
+        ((0.10, 0.11, 0.12), "grows"),
+        ((0.0, 0.001, -0.001), "shrinks"),
+        ((-0.10, -0.11, -0.12), "turns round"),
+        ((0.03, 0.02, 0.03), "no clear change"),
+        (
+            (0.4,),
+            "no clear change",
+        ),  # of a single number nobody knows how far it is off
+    ],
+)
+def test_between_scales_a_change_is_told_that_the_pools_could_see(large, trend):
+    small = pool(0.03, 0.031, 0.032)
+    rows = [
+        decided(CLAIM, pool(*large, protocol="smollm2"), small),
+        row(BOUND, []),
+        decided(replace(CLAIM, id="pesc.once"), small),
+    ]
+    frame = findings.between_scales(rows)
+    assert list(frame.index) == ["sparse-beats-dense"]
+    assert list(frame.columns) == ["with scale", "1 M", "135 M"]
+    assert frame.iloc[0].tolist() == [
+        trend,
+        "+3.1 points",
+        f"{100 * np.mean(large):+.1f} points",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("direction", "claimed", "value"),
+    [
+        ("greater", None, 2.0),
+        ("less", None, -2.0),
+        ("equal", None, 2.0),
+        ("equal", 0.05, -3.0),
+        ("less", -0.01, -2.0),
+    ],
+)
+def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(
+    direction, claimed, value
+):
+    claim = replace(CLAIM, direction=direction, claimed=claimed, tolerance=0.001)
+    (axes,) = findings.forest([decided(claim, pool(*HOLDS))], "Found").axes
+    line, point = axes.lines[:2]
+    half = 100 * 4.302653 * 0.005 / 3**0.5
+    assert point.get_xdata() == pytest.approx([value])
+    assert line.get_xdata() == pytest.approx([value - half, value + half], rel=1e-6)
+    assert axes.get_xlabel() == "effect, as claimed to the right (points)"
+    # The last line drawn is that at zero.
+    printed = [1.0] if direction == "less" else [0.0]
+    assert axes.lines[-2].get_xdata() == pytest.approx(printed if claimed else [value])
+
+
+def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_decided():
+    nats = replace(CLAIM, id="pesc.nats", unit="nats")
+    pools = [
+        pool(*HOLDS),
+        pool(*OPEN, protocol="smollm2"),
+        pool(0.1, protocol="cpu", tier="cpu"),
+    ]
+    rows = [
+        decided(BOUND, pool(0.1, 0.2, 0.4, claim=BOUND)),
+        decided(nats, pool(*HOLDS, claim=nats)),
+        row(CLAIM, pools, ["nano", "smollm2"]),
+        COMPUTED,
+    ]
+    figure = findings.forest(rows, "Found")
+    labels = [axes.get_xlabel().partition("(")[2] for axes in figure.axes]
+    assert labels == ["points)", "nats)", f"{BOUND.unit})"]
+    names = [
+        [text.get_text() for text in axes.get_yticklabels()] for axes in figure.axes
+    ]
+    assert names == [["sparse-beats-dense"], ["nats"], ["outputs-near-full-experts"]]
+    faces = [point.get_markerfacecolor() for point in figure.axes[0].lines[1:4:2]]
+    assert faces[0] != "white" and faces[1] == "white"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "1 M",
+        "135 M",
+        "the paper",
+    ]
+    assert findings.forest([row(CLAIM, []), COMPUTED], "Nothing") is None
+    other = decided(replace(CLAIM, id="esft.other"), pool(*HOLDS))
+    ticks = findings.forest([rows[2], other], "Two papers").axes[0].get_yticklabels()
+    assert {text.get_text() for text in ticks} == {
+        "pesc.sparse-beats-dense",
+        "esft.other",
+    }
+
+
+def test_what_a_verdict_rests_on_is_said_for_arms_that_no_value_names_and_not_for_floors():
+    rates = [Value(f"pesc/rate/adapters/{rate}", rate, "nats") for rate in (0.1, 0.2)]
+    one = pool(*HOLDS, claim=BOUND)
+    runs = tuple(replace(run, values=(*run.values, *rates)) for run in one.runs)
+    best = only(
+        row(replace(BOUND, arms="adapters/upcycled"), [replace(one, runs=runs)])
+    )
+    assert findings.notes(best) == ["adapters took its lowest rate in 3 of 3 seeds"]
+    asked = {CLAIM.value: (0.0, 0.0), CLAIM.reference: (0.0, 0.0)}
+    values = tuple(Value(name, 0.0, "share", each) for name, each in asked.items())
+    floor = Pool(
+        "pesc", "nano", tuple(Run("pesc", "nano", "study", s, values) for s in range(3))
+    )
+    assert row(CLAIM, [floor]).labels == (
+        "not run",
+    )  # neither can do the task: nothing was measured
+
+
+def measured(seed, *arms, **items):
+    """A run with values by arm, the steps of a curve, and which arms ran."""
+    rows = {f"toy/{name}/loss": tuple(each) for name, each in items.items()}
+    values = [
+        Value(name, float(np.mean(each)), "nats", each) for name, each in rows.items()
+    ]
+    curves = [Curve(name, "nats", (1.0, 2.0), each) for name, each in rows.items()]
+    return Run(
+        "toy",
+        "nano",
+        "study",
+        seed,
+        tuple(values),
+        tuple(curves),
+        arms or tuple(items),
+        manifest={"date": "2026-01-02"},
+    )
+
+
+FIRST = measured(0, a=[1.0, 3.0], b=[2.0, 2.0])
+TOY = Pool("toy", "nano", (FIRST, measured(1, a=[2.0, 4.0]), measured(4, a=[3.0, 5.0])))
+
+
+def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
+    lone = Run("toy", "nano", "study", 0, (Value("toy/c/loss", 2.0, "nats"),))
+    names = {"loss": "toy/{arm}/loss", "again": "toy/{arm}/loss"}
+    frame = findings.arms(TOY, ["a", "b", "c"], names)
+    by_arm = [["a", 3.0, 3], ["b", 2.0, 1]]
+    assert frame[["arm", "value", "seeds"]].to_numpy().tolist() == [*by_arm, *by_arm]
+    assert frame.measure.tolist() == ["loss", "loss", "again", "again"]
+    half = np.hypot(4.302653 / 3**0.5, 12.706205 * 2**0.5 / 2**0.5)
+    assert (frame.low[0], frame.high[0]) == pytest.approx(
+        (3 - half, 3 + half), rel=1e-6
+    )
+    text = findings.table(frame)
+    assert list(text.columns) == ["loss", "again", "seeds"] and text.seeds.tolist() == [
+        3,
+        1,
+    ]
+    assert text.loss["a"] == f"3.000 ({3 - half:.3f} to {3 + half:.3f})"
+    frame = findings.arms(replace(TOY, runs=(lone,)), ["c"], names)
+    assert findings.table(frame).loss["c"] == "2.000"
+    assert (
+        findings.table(frame.assign(value=4e5, low=4e5, high=4e5)).loss["c"]
+        == "400,000"
+    )
+    assert findings.arms(TOY, ["d"], names).empty
+    told = findings.runs({"nano": TOY})
+    assert told.loc["nano", ["seeds", "runs", "arms"]].tolist() == ["0, 1, 4", 3, 2]
+    assert told.code["nano"].startswith("of 2026-01-02; ")
+    assert findings.of({"nano": TOY}, "nano") is TOY
+    with pytest.raises(
+        Refusal, match="E-PROTOCOL: no pool of protocol 'nanp'; did you mean 'nano"
+    ):
+        findings.of({"nano": TOY}, "nanp")
+    with pytest.raises(Refusal, match="there is none yet: see moebook study"):
+        findings.of({}, "nano")
+
+
+def test_differences_are_drawn_paired_by_seed_and_item_pool_by_pool():
+    pools = [
+        TOY,
+        replace(
+            TOY,
+            protocol="two",
+            runs=tuple(replace(run, protocol="two") for run in TOY.runs[:1]),
+        ),
+    ]
+    pairs = {
+        "a - b": ("toy/a/loss", "toy/b/loss"),
+        "none": ("toy/c/loss", "toy/b/loss"),
+    }
+    (axes,) = findings.differences(pools, pairs, xlabel="more", title="a and b").axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["a - b"]
+    points = [line.get_xdata().tolist() for line in axes.lines[1::2]][:2]
+    # Of a's 1 and 3 less b's 2 and 2: items alone tell.
+    half = 12.706205 * 2**0.5 / 2**0.5
+    assert points == [[0.0], [0.0]] and axes.get_xlabel() == "more (nats)"
+    assert axes.lines[0].get_xdata() == pytest.approx([-half, half], rel=1e-6)
+    assert (
+        findings.differences(pools, {"none": pairs["none"]}, xlabel="", title="")
+        is None
+    )
+
+
+def test_series_and_bands_take_the_seeds_that_have_every_name_and_refuse_other_steps():
+    assert findings.series(TOY, ["toy/a/loss"]).tolist() == [[2], [3], [4]]
+    assert findings.series(TOY, ["toy/b/loss", "toy/a/loss"]).tolist() == [[2, 2]]
+    ran = Pool(
+        "toy", "nano", (measured(0, "sparse", "experts16", "experts4", "experts_all"),)
+    )
+    sizes = findings.sizes(ran, "experts", (8, "sparse"))
+    assert list(sizes.items()) == [(4, "experts4"), (8, "sparse"), (16, "experts16")]
+    names = {"A": "toy/a/loss", "B": "toy/b/loss", "none": "toy/c/loss"}
+    lines, steps = findings.bands(TOY, names)
+    assert steps == (1.0, 2.0) and list(lines) == ["A", "B"]
+    assert lines["A"].tolist() == [[1, 3], [2, 4], [3, 5]] and lines["B"].tolist() == [
+        [2, 2]
+    ]
+    less, _ = findings.bands(TOY, names, less="toy/b/loss")  # which one seed alone has
+    assert {name: rows.tolist() for name, rows in less.items()} == {
+        "A": [[-1, 1]],
+        "B": [[0, 0]],
+    }
+    assert findings.bands(TOY, {"none": "toy/c/loss"}) == ({}, ())
+    assert findings.series(TOY, ["toy/a/loss", "none"]).shape == (0, 2)
+    grown = findings.beside(TOY, ["toy/b/loss", "toy/a/loss"], [40.0, 41.5])
+    assert {name: rows.tolist() for name, rows in grown.items()} == {
+        "here": [[0, 0]],
+        "in the paper": [0, 1.5],
+    }
+    other = replace(measured(7), curves=(Curve("toy/a/loss", "nats", (1.0,), (2.0,)),))
+    with pytest.raises(
+        Refusal, match="E-SHAPE: toy/a/loss, seed 7, has 1 positions; expected"
+    ):
+        findings.bands(replace(TOY, runs=(*TOY.runs, other)), names)
+
+
+def test_a_point_is_the_rate_of_least_loss_and_what_it_reached_and_an_end_of_the_grid_is_told():
+    def run(seed, **losses):
+        tried = [
+            Value(f"pesc/rate/a/{rate}", loss, "nats") for rate, loss in losses.items()
+        ]
+        reached = [
+            Value(f"pesc/{arm}/accuracy", 0.1 * seed, "share") for arm in ("a", "b")
+        ]
+        return Run("pesc", "nano", "study", seed, (*tried, *reached), arms=("a", "b"))
+
+    runs = run(1, **{"0.001": 2.0, "0.01": 1.0}), run(2, **{"1e-05": 1.0})
+    several = Pool("pesc", "nano", runs)
+    points = findings.rated(several, "pesc/{arm}/accuracy")
+    assert points == {"a": [(0.01, 0.1), (1e-05, 0.2)]}
+    told = several.at_end("pesc/b/accuracy", "pesc/a/accuracy")
+    assert told == "b had no choice of rate, a took its highest rate in 1 of 1 seeds"
+    by_others = replace(runs[0], settings={"fixed_rates": "a=0.01,b=0.01"})
+    told = Pool("pesc", "nano", (by_others,)).at_end(
+        "pesc/b/accuracy", "pesc/a/accuracy"
+    )
+    assert told == "a took its highest rate in 1 of 1 seeds"
+    inside = run(
+        3, **{"0.1/one": 2.0, "0.1/two": 2.0, "1/one": 1.0, "1/two": 1.0, "9/one": 3.0}
+    )
+    runs += inside, run(4, **{"0.1": 2.0, "1": 1.0, "9": 3.0})
+    assert not Pool("pesc", "nano", runs).at_end("pesc/a/accuracy", None, 0.5)
+
+
+def test_a_claim_that_presupposes_another_is_not_tested_while_that_has_not_held():
+    rows = {one.claim.id: one for one in ledger(paper="router_init", live=False)}
+    assert "direction holds" not in rows["router_init.lead-early"].labels
+    assert {*rows["router_init.lead-shrinks"].labels} == {"not testable here"}
+
+
+def test_a_pool_is_judged_twice_without_its_other_seeds_and_by_them():
+    both = pool(*HOLDS, *FAILS)
+    told = {
+        one.claim.id: (one.label, two.label) for one, two in repeated(both, [3, 4, 5])
+    }
+    assert told == {CLAIM.id: ("direction holds", "direction fails")}
+    assert not repeated(both, [6])
+
+
+@pytest.mark.parametrize(
+    ("name", "protocol", "number"),
+    [("routing", "nano", 3), ("esft", "budgets", 6), ("pesc", "higher", 1)],
+)
+def test_ten_other_seeds_change_no_label_that_survives_the_correction(
+    name, protocol, number
+):
+    other = seeds(sources.find(storage.root(), name).facts(protocol)["Ten other seeds"])
+    pairs = repeated(store.pool(name, protocol), other)
+    sure = pages.surviving(one for one, _ in pairs)
+    assert len(sure) == number and {two.shown.seeds for _, two in pairs} == {10} == {
+        len(other)
+    }
+    assert all(one.label == two.label for one, two in pairs if one.claim.id in sure)
+
+
+def test_what_is_measured_before_training_needs_no_choice_of_a_rate():
+    rows = {one.claim.id: one for one in ledger(paper="router_init", live=False)}
+    assert not findings.notes(only(rows["router_init.random-router-is-undecided"]))
+
+
+def test_a_verdict_that_needs_the_weights_of_its_tasks_says_so():
+    parts = [
+        Value(f"{name}/{task}", 0.5 + gap, "share")
+        for name, turn in ((CLAIM.value, 1), (CLAIM.reference, -1))
+        for task, gap in (("code", 0.1 * turn), ("text", -0.1 * turn))
+    ]
+    one = pool(*HOLDS)
+    runs = tuple(replace(run, values=(*run.values, *parts)) for run in one.runs)
+    best = only(row(CLAIM, [replace(one, runs=runs)]))
+    said = ["as claimed on 1 of 2 domains", "no longer so if domains weigh alike"]
+    assert best.side == 1 and findings.notes(best) == said
+    best = only(row(CLAIM, [replace(one, runs=(*runs[:2], one.runs[2]))]))
+    assert best.seeds == 3 and not findings.notes(best)  # one seed recorded no domains
+
+
+def test_a_change_is_over_the_seeds_that_have_both_and_arms_with_fewer_seeds_are_named():
+    runs = [
+        measured(0, a=[1.0, 3.0], b=[2.0, 2.0]),
+        measured(1, a=[1.0, 1.0], b=[0.0, 1.0]),
+        measured(2, a=[9.0, 9.0]),
+    ]
+    both = Pool("toy", "nano", tuple(runs))
+    (line,) = findings.changes(
+        both, ["a"], {"a": "toy/a/loss", "b": "toy/b/loss"}
+    ).itertuples()
+    assert (line.a[:5], line.b[:5], line.change[:6], line.seeds) == (
+        "1.500",
+        "1.250",
+        "-0.250",
+        2,
+    )
+    assert both.lacking(["a", "b", "c"]) == " (of these: b 2, c 0)"
+    assert both.lacking(["all"]) == both.lacking(["a", ""]) == ""
+
+
+def test_what_a_head_names_between_braces_is_written_from_the_pools():
+    both = pool(*HOLDS)
+    more = pool(0.1, 0.1, protocol="more")
+    pair, pools = f"{CLAIM.value} less {CLAIM.reference}", {"nano": both, "more": more}
+    for text, written in {
+        f"it is {{{pair}}}.": "it is +2.0 points (+0.8 to +3.2).",
+        f"{{{pair} of 0-1}}": "+2.3 points (-0.9 to +5.4)",
+        f"{{{pair} and {CLAIM.value} in nano of 0}}": "+1.0 points",  # the mean of both
+        f"{{{pair} in more}}": "+10.0 points (+10.0 to +10.0)",
+        f"{{{CLAIM.value} of 0}}": "52.0 %",
+        f"{{{CLAIM.value} less 0.5 in more of 1}}": "+10.0 points",
+        f"{{{pair} in lost}}": "(no pool lost on record)",
+    }.items():
+        assert heads.filled(text, pools, "nano") == written
+    for text in (f"{{{pair} in more of 7}}", "{pesc/lost/accuracy}"):
+        refused(
+            r"head of nano: the pool of \w+ has no pesc",
+            heads.filled,
+            text,
+            pools,
+            "nano",
+        )
+
+
+def test_a_question_is_answered_by_the_arm_with_the_least_and_those_that_cannot_be_told_from_it():
+    def measured(unit, **arms):
+        runs = []
+        for seed, values in enumerate(zip(*arms.values(), strict=True)):
+            named = zip(arms, values, strict=True)
+            told = tuple(
+                Value(f"together/dense/{arm}/cost", x, unit) for arm, x in named
+            )
+            runs.append(Run("together", "nano", "study", seed, told, arms=tuple(arms)))
+        return Pool("together", "nano", tuple(runs))
+
+    arms = {
+        "full": (1.0, 1.0, 1.0),
+        "near": (0.52, 0.49, 0.5),
+        "best": (0.5, 0.5, 0.48),
+        "worse": (0.70, 0.71, 0.69),
+    }
+    found = findings.answer(measured("nats", **arms), "Which?", "cost")
+    assert (found.base, found.best, found.value) == ("dense", "best", "0.493 nats")
+    assert (found.alike, found.worst) == (["near"], "full, 1.000 nats")
+    told = findings.answer(measured("ratio", **arms), "Which?", "cost")
+    assert told.value == "0.493 of full fine-tuning"
+    two = measured("nats", **{arm: values[:2] for arm, values in arms.items()})
+    assert findings.answer(two, "Which?", "cost") is None

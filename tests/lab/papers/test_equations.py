@@ -1,0 +1,73 @@
+"""Each numbered equation of the papers leads to its function and test in the book.
+
+A page's table links to blocks of code on the same page, each included from a file by
+the name of a function or class. Whoever moves one of these mends the block (and the
+name shown in the row).
+"""
+
+import ast
+import importlib
+import re
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+EQUATIONS = {"pesc": 10, "router_init": 4, "rocket": 17, "esft": 8}
+PAGES = {**EQUATIONS, "rivals": 0}  # a page on eight papers has no numbers of its own
+BLOCK = re.compile(r"```\{literalinclude\} \.\./(\S+)\n((?::.*\n)*)")
+NUMBER = re.compile(
+    r"\\tag\{(\d+)\}|\((\d+)\)\s*\$|^\s*(?:\\n)?\((\d+)\)\s*$", re.MULTILINE
+)
+
+
+def rows(paper):
+    """The table's cells: equations of the paper, here, function, test, oracle."""
+    page = (ROOT / "book" / f"{paper}_theory.md").read_text("utf-8")
+    table = page.partition("| paper | here | function | test | compares with |\n")[2]
+    lines = table.partition("\n\n")[0].splitlines()[1:]
+    cells = [line.strip("|").split(" | ") for line in lines]
+    return [list(map(str.strip, of_line)) for of_line in cells]
+
+
+def blocks(paper):
+    """Path and options (pyobject, name ...) of every block of code of the page."""
+    page = (ROOT / "book" / f"{paper}_theory.md").read_text("utf-8")
+    return [
+        {"path": path} | dict(re.findall(r":(\w+): (.*)\n", options))
+        for path, options in BLOCK.findall(page)
+    ]
+
+
+@pytest.mark.parametrize("paper", PAGES)
+def test_every_numbered_equation_has_a_row_with_a_function_and_a_test_that_are_there(
+    paper,
+):
+    numbered = set()
+    names = {block["name"]: block["path"] for block in blocks(paper) if "name" in block}
+    for equation, _, function, test, oracle in rows(paper):
+        if equation.startswith("Eq. "):
+            numbered |= set(map(int, equation.removeprefix("Eq. ").split(", ")))
+        for cell, folder in ((function, "moebook/"), (test, "tests/")):
+            links = re.findall(r"\]\(#([\w-]+)\)", cell)
+            assert links, f"{equation}: no link in '{cell}'"
+            assert all(names[link].startswith(folder) for link in links), equation
+        assert oracle
+    assert numbered == set(range(1, PAGES[paper] + 1))
+    for block in blocks(paper):
+        path, name = block["path"], block["pyobject"]
+        nodes = ast.parse((ROOT / path).read_text("utf-8")).body
+        assert name in {getattr(node, "name", None) for node in nodes}, (
+            f"{path} has no {name}"
+        )
+        if path.startswith("moebook/"):
+            module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+            assert callable(getattr(module, name))
+
+
+@pytest.mark.parametrize("paper", EQUATIONS)
+def test_the_papers_text_numbers_as_many_equations(paper, shared):
+    text = (shared / "papers" / f"{paper}.txt").read_text("utf-8")
+    numbers = filter(None, chain.from_iterable(NUMBER.findall(text)))
+    assert max(map(int, numbers)) == EQUATIONS[paper]

@@ -1,0 +1,370 @@
+"""The planner: parameters exact, bytes by hand, what fits, and what is refused."""
+
+import dataclasses
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from moebook import experiments, models, storage
+from moebook.lab import planning
+from moebook.lab.planning import Training, machine, methods, plan
+from moebook.lab.planning.tally import Tally
+from moebook.methods import pesc, rocket, upcycling
+from moebook.models import anatomy, skeleton
+from moebook.training import fit
+from tests.families import of_family
+from tests.refusals import refused
+
+L7 = "meta-llama/Llama-2-7b-hf"
+LORA = partial(pesc.Config, host="lora", experts=4, adapter_width=8, lora_rank=2)
+
+
+def training(host="nano", method=None, **changes):
+    given = {
+        "host": host,
+        "method": method or methods.full(),
+        "length": 32,
+        "batch": 8,
+        "steps": 3,
+    }
+    return Training(**given | changes)
+
+
+def llama(vocabulary, width, inner, layers, heads, groups, tied):
+    """Count a Llama by hand: embeddings, attention, gated MLP, two norms a layer and a last one."""
+    attention = 2 * width * width + 2 * width * width * groups // heads
+    layer = attention + 3 * width * inner + 2 * width
+    return (2 - tied) * vocabulary * width + layers * layer + width
+
+
+@pytest.mark.parametrize(
+    ("host", "count"),
+    [
+        ("nano", llama(2048, 128, 352, 4, 4, 4, True)),
+        ("smollm2", llama(49152, 576, 1536, 30, 9, 3, True)),
+        (L7, 6_738_415_616),
+        ("01-ai/Yi-34B", llama(64000, 7168, 20480, 60, 56, 8, False)),
+        ("h2oai/h2o-danube2-1.8b-base", llama(32000, 2560, 6912, 24, 32, 8, False)),
+        ("deepseek-ai/DeepSeek-V2-Lite", 15_706_484_224),
+    ],
+)
+def test_parameters_are_exact(host, count):
+    config = skeleton.configuration(host)
+    assert skeleton.skeleton(config).num_parameters() == count
+    small = planning.size(training(host, length=8), 1, False)  # by two depths
+    assert small.parameters == small.trained == count
+    assert small.weights == small.gradients == 4 * count
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "afmoe",
+        "hunyuan_v1_moe",
+        "hy_v3",
+        "laguna",
+        "flint",
+        "ernie4_5_moe",
+        "minimax",
+        "jamba",
+    ],
+)
+def test_layers_are_told_apart_by_what_they_hold_whatever_a_family_calls_them(
+    kind, tmp_path
+):
+    """Families differ in how they say which layers are dense, and some mix kinds to the end."""
+    model = of_family(kind)
+    model.config.save_pretrained(tmp_path)
+    one = training(str(tmp_path), length=8)
+    assert planning.size(one, 1, False).parameters == model.num_parameters()
+    assert planning.size(one, 1, False) == planning.dry_run(one)
+    layers = [layer for layer in anatomy(model).layers if layer.kind == "sparse"]
+    experts = 2 * sum(3 * 32 * layer.width for layer in layers)  # 2 of 8 in each layer
+    assert (
+        planning.size(training(str(tmp_path), methods.esft(0.25)), 1, False).trained
+        == experts
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "longcat_flash",
+            r"its layers cannot run without values \(NotImplementedError: ",
+        ),
+        ("deepseek_v32", r"its layers cannot run without values \(TypeError: "),
+        ("gpt_oss", "GptOssExperts: .* gate and up interleaved"),
+        ("doge", "decoder layer 0 .* holds a gated MLP and "),
+    ],
+)
+def test_a_host_that_cannot_be_planned_is_refused(kind, message, tmp_path):
+    of_family(kind).config.save_pretrained(tmp_path)
+    for method in (methods.full(), methods.esft(0.25)):
+        refusal = refused(
+            "E-MODEL: ", plan, training(str(tmp_path), method), machine("a100")
+        )
+        assert method != methods.full() or re.search(message, str(refusal))
+
+
+def arm(name, host="lora"):
+    """An arm of PESC's notebook, with the settings of LORA."""
+    sizes = {"experts": 4, "top_k": 2, "adapter_width": 8, "adapter_scale": 1.0}
+    tuned = {"host": host, "lora_rank": 2, "lora_alpha": 16.0, "balance_weight": 0.01}
+    return methods.of_arm(
+        experiments.pesc.ARMS[name], {"preset": "fixed", **sizes, **tuned}
+    )
+
+
+D, F, L = 128, 352, 4  # of nano
+LINEARS = 4 * 2 * D + 3 * (D + F)  # inputs and outputs of a layer's linear layers
+
+
+@pytest.mark.parametrize(
+    ("host", "method", "trained"),
+    [
+        ("nano", methods.pesc(LORA(), sparse=False), L * 2 * LINEARS),
+        ("nano", methods.pesc(LORA()), L * (2 * LINEARS + 4 * 2 * D * 8 + 4 * D)),
+        ("nano", arm("upcycled"), L * (4 * 3 * D * F + 4 * D)),
+        (
+            "nano",
+            arm("sparse", host="qlora"),
+            L * (2 * LINEARS + 4 * 2 * D * 8 + 4 * D),
+        ),
+        (
+            "nano",
+            methods.upcycling(upcycling.Config(experts=3)),
+            llama(2048, D, F, L, 4, 4, True) + L * (2 * 3 * D * F + 3 * D),
+        ),
+        ("nano", methods.mixture(rocket.Config(), 16), L * 2 * 4 * (2 * 16 * D + D)),
+        (
+            "nano-moe",
+            methods.esft(0.1),
+            3 * 3 * 3 * D * 64,
+        ),  # 3 of 32 experts in 3 sparse layers
+    ],
+)
+def test_what_a_method_trains_is_exact(host, method, trained):
+    assert planning.size(training(host, method), 1, False).trained == trained
+
+
+@pytest.mark.parametrize(
+    ("host", "method"),
+    [
+        ("nano", methods.full()),
+        ("nano", methods.pesc(LORA())),
+        ("nano-moe", methods.lora(2, 1.0)),
+    ],
+)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_depths_tell_what_all_layers_take(host, method, checkpointing):
+    # So that activations, not one weight's gradient, peak.
+    one = training(host, method, length=256)
+    grown = planning.size(one, 2, checkpointing)
+    assert grown == planning.dry_run(one, rows=2, checkpointing=checkpointing)
+
+
+def test_a_tally_by_hand():
+    x, weight = torch.empty(7, 3, device="meta"), torch.empty(5, 3, device="meta")
+    weight.requires_grad_()
+    with Tally([x, weight]) as tally:
+        (x @ weight.T).sum().backward()
+    assert tally.start == 4 * (21 + 15)
+    assert tally.peak - tally.start == 4 * (35 + 1)  # the product, then its sum
+    assert tally.alive - tally.start == 4 * 15  # the gradient
+    products = {op: count for op, count in tally.ops.items() if op[1]}
+    # Forward [7, 3] @ [3, 5], backward [5, 7] @ [7, 3]: 2 * 105 FLOPs each, both move 71 numbers.
+    assert products == {(torch.float32, 210, 4 * 71): 2}
+
+
+def test_a_roofline_takes_the_longer_of_products_and_bytes_by_type():
+    ops = {
+        (torch.float32, 40, 1): 1,
+        (torch.bfloat16, 40, 1): 2,
+        (torch.float64, 0, 30): 1,
+    }
+    found = planning.size(training(), 1, False)
+    found = dataclasses.replace(found, ops=ops)
+    rates = {torch.float32: 10.0, torch.bfloat16: 20.0}
+    assert found.seconds(rates, 10.0) == 4 + 2 * 2 + 3 and found.flops == 120
+
+
+def test_checkpointing_holds_less_and_computes_more():
+    plain, kept = (
+        planning.size(training(length=128), 4, each) for each in (False, True)
+    )
+    assert kept.activations < 0.7 * plain.activations
+    assert 1.2 * plain.flops < kept.flops < 4 / 3 * plain.flops
+
+
+def test_bytes_by_layout():
+    P = llama(2048, D, F, L, 4, 4, True)
+    block = 4 * (4 * D * D + 3 * D * F + 2 * D)
+    found = plan(training(), machine("a100x4"))
+    plain, sharded = found.layouts["DDP"], found.layouts["FSDP2"]
+    parts = (plain.weights, plain.gradients, plain.moments, plain.engine)
+    assert parts == (4 * P, 4 * P, 8 * P, 4 * P)
+    assert (sharded.weights, sharded.moments, sharded.engine) == (P, 2 * P, 2 * block)
+    assert plain.total == 20 * P + plain.activations and found.need == plain
+    paged = plan(training(optimizer="paged_32bit"), machine("a100")).need
+    assert (
+        paged.total == 8 * P + paged.activations
+        and paged.moments == paged.paged == 8 * P
+    )
+    packed = plan(training(method=methods.pesc(LORA())), machine("a100")).layouts
+    linears = L * (4 * D * D + 3 * D * F)
+    saved = packed["DDP"].weights - packed["QLoRA"].weights
+    assert saved == pytest.approx(linears * (4 - 0.5159), rel=1e-4)
+    assert packed["QLoRA"].activations - packed["DDP"].activations == 4 * D * F
+
+
+def small(memory):
+    """A machine whose one GPU has so much memory."""
+    gpu = dataclasses.replace(planning.GPUS["a100"], memory=float(memory))
+    return planning.Machine("tiny", gpu, 1)
+
+
+def test_the_smallest_change_is_tried_in_order_and_makes_it_fit():
+    one = training(method=methods.pesc(LORA()), length=256)
+    most, seen = plan(one, small(1e12)).need.total, {}
+    for share in range(100, 0, -4):
+        found = plan(one, small(most * share / 100))
+        seen.setdefault(found.change, share)
+        assert found.fits == (found.change == "") == (share == 100)
+        assert (
+            found.change == "nothing" or found.chosen_need.total <= most * share / 100
+        )
+    before = [f"gradient checkpointing + micro-batches of {rows}" for rows in (4, 2, 1)]
+    sharded = [f"{before[2]} + FSDP2 over {2**power} GPUs" for power in range(1, 11)]
+    order = [
+        "",
+        "gradient checkpointing",
+        *before,
+        f"{before[2]} + 4 bits (QLoRA)",
+        *sharded,
+    ]
+    assert list(seen) == [change for change in (*order, "nothing") if change in seen]
+    assert {*order[:4], "nothing"} <= {*seen}
+
+
+def test_hours_and_dollars_follow_from_what_is_assumed():
+    on, one = machine("h200x2"), training(turns=5)
+    usual = plan(one, on)
+    fast = plan(one, on, efficiency=1.0, price=7.0, tokens=8)
+    assert usual.tokens == 5 * 3 * 8 * 32 and fast.tokens == usual.tokens / 4
+    assert fast.flops == usual.flops / 4
+    assert (
+        usual.seconds / 8 < fast.seconds < usual.seconds / 2
+    )  # AdamW's part depends on no token
+    assert fast.dollars == pytest.approx(7.0 * 2 * fast.seconds / 3600)
+    assert plan(one, machine("v100")).dollars is None
+    json.dumps(dataclasses.asdict(usual))
+
+
+def test_gpus_are_read_with_their_number():
+    assert (
+        machine("h200x8").count,
+        machine("h200").count,
+        machine("rtx4090").count,
+    ) == (8, 1, 1)
+    assert (
+        machine("rtx4090x2").name == "rtx4090" and str(machine("a100x16")) == "a100x16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            partial(machine, "h300x8"),
+            r"E-NAME: --gpu h300x8: no GPU 'h300' is known; did you mean 'h",
+        ),
+        (partial(machine, "8"), "E-NAME: --gpu 8: no GPU '' is known"),
+        (partial(machine, "h200x0"), "E-RANGE: --gpu h200x0: expected 1 to 10000"),
+        (
+            partial(skeleton.configuration, "nanoo"),
+            "E-MODEL: no configuration 'nanoo': did you mean",
+        ),
+        (
+            partial(plan, training(), machine("h100"), efficiency=1.5),
+            "E-RANGE: efficiency is 1.5",
+        ),
+        (
+            partial(plan, training(), machine("h100"), price=0.0),
+            "E-RANGE: price is 0.0",
+        ),
+    ],
+)
+def test_unusable_input_is_refused(call, message):
+    refused(message, call)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "llama9"},
+            r"of transformers 99\.0\.0, here is .*'llama9' is unknown; did you",
+        ),
+        (
+            {"num_hidden_layers": 0},
+            "no configuration that transformers can read .*num_hidden_layers",
+        ),
+        ({"hidden_size": 0}, "'model.embed_tokens.weight' would have no elements"),
+        ({"hidden_size": "wide"}, "no configuration that transformers can read"),
+        (
+            {"rope_parameters": {"rope_type": "of tomorrow"}},
+            "no model that transformers can read",
+        ),
+    ],
+)
+def test_a_configuration_of_another_version_is_refused_with_both(
+    tmp_path, changes, message
+):
+    values = storage.read_json(Path(skeleton.__file__).parent / "nano" / "config.json")
+    written = {**values, **changes, "transformers_version": "99.0.0"}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+
+    def built():
+        return skeleton.skeleton(skeleton.configuration(str(tmp_path)))
+
+    refused(f"E-MODEL: .*{message}", built)
+
+
+@pytest.mark.parametrize(
+    ("host", "method"),
+    [
+        ("nano", methods.full()),
+        ("nano", methods.pesc(LORA())),
+        ("nano", arm("upcycled")),
+        ("nano-moe", methods.lora(2, 1.0)),
+        ("nano-moe", methods.esft(0.1)),
+    ],
+)
+def test_a_host_in_16_bits_is_planned_in_the_dtypes_that_training_makes(host, method):
+    """What trains is float32, weights, gradients and both moments; what is frozen has 16 bits."""
+    plain = planning.size(training(host, method), 1, False)
+    low = planning.size(training(host, method, dtype=torch.bfloat16), 1, False)
+    frozen = plain.parameters - plain.trained
+    assert (low.parameters, low.trained) == (plain.parameters, plain.trained)
+    assert (
+        low.weights == 2 * frozen + 4 * low.trained and low.gradients == 4 * low.trained
+    )
+    need = plan(training(host, method, dtype=torch.bfloat16), machine("a100")).need
+    assert need.moments == 8 * low.trained
+    model = method.make(models.load(host, dtype=torch.bfloat16)[0])
+    ids = [[3, 4, 5, 6]] * 2
+    fit(model, Dataset.from_dict({"input_ids": ids, "labels": ids}), steps=1, batch=2)
+    assert sum(part.nbytes for part in model.parameters()) == low.weights
+
+
+def test_a_host_under_autocast_computes_linear_layers_in_half_precision():
+    one = planning.dry_run(training(autocast=True), layers=1)
+    kinds = {dtype for (dtype, flops, _), _ in one.ops.items() if flops}
+    assert torch.bfloat16 in kinds and one.weights == 4 * one.parameters

@@ -1,0 +1,137 @@
+"""``moebook plan``: every notebook that trains, at tier paper, on one GPU of 80 GB."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moebook import experiments, together
+from moebook.lab import planning
+from moebook.lab.pages import plans
+from moebook.lab.run import parameters, sources, study
+from tests.refusals import refused
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def values(name, protocol="paper", **changes):
+    notebook = sources.find(ROOT, name)
+    return notebook.defaults | notebook.settings(protocol) | changes
+
+
+@pytest.mark.parametrize(
+    ("name", "arms", "change"),
+    [
+        ("bases", "", ""),
+        ("pesc", "sparse", "micro-batches of 16"),
+        ("router_init", "crsu", "gradient checkpointing"),
+        ("rocket", "mixture", ""),
+        ("rivals", "rocket", ""),
+        (
+            "esft",
+            "fft",
+            "gradient checkpointing + micro-batches of 1 + FSDP2 over 8 GPUs",
+        ),
+        ("together", "pesc", "gradient checkpointing"),
+    ],
+)
+def test_plans_say_what_fits_80_gb_and_what_would(name, arms, change):
+    (found,) = plans.plans(name, values(name, arms=arms), "h100")
+    assert found.change == change and found.fits == (change == "")
+    assert found.chosen_need.total <= 80e9 and (found.fits or found.need.total > 80e9)
+    assert found.seconds > 0 and found.tokens > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["pesc", "router_init", "rocket", "rivals", "esft", "together"]
+)
+def test_every_arm_is_planned_with_its_steps_and_turns(name):
+    found = plans.trainings(name, values(name, "nano", arms="all"))
+    assert len(found) == len({training.name for training in found}) > 10
+    assert all(training.steps > 0 and training.turns > 0 for training in found)
+
+
+@pytest.mark.parametrize("name", study.PLANNED)
+def test_a_study_refuses_unknown_arms_before_anything_runs(name, monkeypatch):
+    monkeypatch.setattr(
+        study, "freeze", lambda folder: pytest.fail("a commit was frozen")
+    )
+    one, other, *_ = (
+        t.name for t in plans.trainings(name, values(name, "nano", arms="all"))
+    )
+    message = f"E-RANGE: arms lists '{one}x': did you mean '{one}'"
+    refused(
+        message, study.study, name, "nano", [999], arms=f"{other},{one}x", folder=ROOT
+    )
+    experiments.check(name, values(name, "nano", arms=f"{other},{one}"))
+
+
+def test_a_study_checks_the_arms_of_every_notebook_that_has_any():
+    every = sources.notebooks(ROOT).values()
+    assert {*study.PLANNED} == {
+        book.name for book in every if "arms" in book.parameters
+    }
+
+
+@pytest.mark.parametrize("protocol", ["nano", "moe"])
+def test_arms_on_one_budget_are_planned_at_its_size(protocol):
+    given = values("together", protocol, arms="all", max_length=8)
+    sized = {
+        name
+        for name, arm in together.arms(sparse=protocol == "moe").items()
+        if arm.sized
+    }
+    for training in plans.trainings("together", given):
+        off = planning.size(training, 1, False).trained / given["parameters"] - 1
+        assert abs(off) < 0.1 if training.name in sized else off > 1
+
+
+def test_the_settings_of_the_page_are_parameters_of_their_notebooks():
+    for asked in plans._settings():
+        notebook = sources.find(ROOT, asked["notebook"])
+        parameters.check(notebook.parameters, asked["changes"], "plans.yaml")
+        assert (
+            len(
+                plans.trainings(
+                    notebook.name, values(notebook.name, **asked["changes"])
+                )
+            )
+            == 1
+        )
+
+
+def test_no_case_predicts_its_own_time_and_a_page_without_records_says_so(tmp_path):
+    text = plans.shown(tmp_path)
+    assert (
+        "have not been planned yet" in text and "Nothing has been measured yet" in text
+    )
+    parts = {"weights": 10, "gradients": 10, "moments": 20, "activations": 60}
+    one = {
+        "base": "nano",
+        "rows": 1,
+        "length": 2,
+        "resident": 90.0,
+        "predicted": {**parts, "flops": 1, "seconds": 1.0},
+    }
+    cases = [
+        {**one, "case": "a", "bytes": 80.0, "seconds": 2.0},
+        {**one, "case": "b", "bytes": 125.0, "seconds": 4.0},
+        {"case": "c", "base": "smollm2", "absent": "pip install it"},
+    ]
+    path = tmp_path / "results" / "plan" / "cpu.json"
+    path.parent.mkdir(parents=True)
+    told = {"machine": "X 9000", "torch": "2", "date": "2026-01-02T03", "cases": cases}
+    path.write_text(json.dumps(told))
+    frame = plans.errors(path)
+    assert frame["predicted bytes"].tolist() == [100, 100]
+    assert frame["error of bytes"].tolist() == pytest.approx([0.25, -0.2])
+    assert frame["predicted seconds"].tolist() == pytest.approx(
+        [4.0, 2.0]
+    )  # at the other's rate
+    text = plans.shown(tmp_path)
+    for fact in (
+        "Errors on X 9000: bytes -20 to +25 %",
+        "seconds -50 to +100 %",
+        "Not run: smollm2, c (pip install it)",
+    ):
+        assert fact in text

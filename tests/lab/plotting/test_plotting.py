@@ -1,0 +1,288 @@
+"""Figures draw the numbers they were given, refuse what does not fit, are readable."""
+
+import io
+from functools import partial
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+from scipy import stats
+
+from moebook.lab import plotting
+from moebook.lab.plotting import speed
+from moebook.lab.plotting.charts import COLOURS, COLUMNS, DARK_COLOURS, INK
+from tests.refusals import refused
+
+EFFECTS = pd.DataFrame(
+    [
+        ["points", "leads", "nano", 2.0, 1.0, 3.0, True],
+        ["points", "leads", "smollm2", 1.0, -1.0, 3.0, False],
+        ["points", "learns", "nano", -1.0, -2.0, 0.0, False],
+        ["nats", "costs", "smollm2", 0.2, 0.1, 0.3, True],
+    ],
+    columns=COLUMNS,
+)
+TIMES = pd.DataFrame(
+    [
+        ["experts", "eager", 16, 0.8],
+        ["experts", "own", 0.5, 0.8],
+        ["groups", "loop", 2, np.nan],
+    ],
+    columns=["group", "contender", "value", "floor"],
+)
+CLOUD = np.array([[0.0, 1.0], [2.0, 3.0]])
+STEPS = {"xlabel": "steps", "ylabel": "nats"}
+
+
+@pytest.fixture(autouse=True)
+def style():
+    """Draw in the book's look, whatever another test has set."""
+    with matplotlib.rc_context():
+        plotting.style()
+        yield
+
+
+def texts(artists):
+    return [artist.get_text() for artist in artists]
+
+
+def filled(markers):
+    """Whether each marker is filled in its own colour."""
+    return [marker.get_markerfacecolor() == marker.get_color() for marker in markers]
+
+
+def test_a_curve_is_the_mean_of_its_seeds_in_their_range():
+    seeds = {"sparse": [[3.0, 2.0, 1.0], [5.0, 4.0, 1.0]]}
+    figure = plotting.curves(seeds, steps=[0, 10, 20], yscale="log", **STEPS)
+    (axes,), (legend,) = figure.axes, figure.legends
+    means = [[0, 4.0], [10, 3.0], [20, 1.0]]
+    np.testing.assert_allclose(axes.lines[0].get_xydata(), means)
+    band = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (1.0, 5.0)
+    assert "2 seeds" in texts(legend.get_texts())[0]
+    assert axes.get_yscale() == "log"
+    figure.draw_without_rendering()
+    ticks = {float(text) for text in texts(axes.get_yticklabels())}
+    assert {1, 2, 5} <= ticks, "powers of ten would be hard to read"
+    beside = legend.get_window_extent().x0 > axes.get_window_extent().x1
+    assert beside, "the legend hides the data"
+    figure = plotting.curves({"one": [2.0, 1.0]}, steps=[0, 1], **STEPS)
+    assert not figure.axes[0].collections
+    assert not figure.legends
+
+
+def test_smoothing_keeps_a_constant_and_is_shorter_at_both_ends():
+    lines = {"flat": np.full(9, 2.5), "ramp": np.arange(9.0)}
+    figure = plotting.curves(lines, steps=np.arange(9), window=3, **STEPS)
+    flat, ramp = (line.get_ydata() for line in figure.axes[0].lines)
+    np.testing.assert_allclose(flat, 2.5)
+    np.testing.assert_allclose(ramp, [0.5, 1, 2, 3, 4, 5, 6, 7, 7.5])
+
+
+def test_leads_are_paired_by_item_with_students_interval_and_fewer_panels_than_lines():
+    right = {
+        "dense": [0, 0, 1, 0] * 10,
+        "sparse": [1, 0, 1, 0] * 10,
+        "wide": [0, 1, 0, 1] * 10,
+    }
+    tasks = ["sum", "copy"] * 20
+    tables = {}
+    for arm, correct in right.items():
+        tables[arm] = pd.DataFrame({"task": tasks, "correct": correct})
+    pairs = [
+        ("sparse", "dense"),
+        ("wide", "dense"),
+        ("sparse", "wide"),
+        ("sparse", "other"),
+    ]
+    figure = plotting.leads(tables, pairs, by="task", title="Leads")
+    assert [axes.get_title("left") for axes in figure.axes] == ["sum", "copy"]
+    total, copy = figure.axes
+    names = ["sparse − dense", "wide − dense", "sparse − wide"]
+    assert texts(total.get_yticklabels()) == names
+    spans, dots = total.lines[:6:2], total.lines[1:6:2]
+    assert [dot.get_xdata()[0] for dot in dots] == [50, -50, 100]
+    ends = stats.ttest_1samp([100, 0] * 10, 0).confidence_interval()
+    np.testing.assert_allclose(spans[0].get_xdata(), ends)
+    assert filled([*dots, copy.lines[1]]) == [True, True, True, False]
+    assert total.get_xlim() == copy.get_xlim()
+    (axes,) = plotting.leads(tables, pairs[:1], by="task").axes
+    assert texts(axes.get_yticklabels()) == ["sum", "copy"]
+    assert plotting.leads(tables, pairs[3:], by="task") is None
+
+
+def test_heat_maps_share_a_colour_scale_and_number_their_cells():
+    panels = {"layer 0": np.array([[0.1, 0.9]]), "layer 1": np.array([[0.4, 0.6]])}
+    figure = plotting.heatmap(
+        panels, rows=["code"], columns=["0", "1"], label="share of tokens"
+    )
+    images = [axes.images[0] for axes in figure.axes if axes.images]
+    assert [image.get_clim() for image in images] == [(0.0, 0.9), (0.0, 0.9)]
+    np.testing.assert_array_equal(images[1].get_array(), panels["layer 1"])
+    assert texts(figure.axes[0].texts) == [".10", ".90"]
+    counts = {"": np.array([[10.0, 20.33, -0.5]])}
+    figure = plotting.heatmap(
+        counts, rows=["law"], columns=["0", "1", "2"], label="experts"
+    )
+    assert texts(figure.axes[0].texts) == ["10.00", "20.33", "-.50"]
+
+
+def test_loads_stack_to_one_and_number_their_experts():
+    shares = {"layer 0": [0.5, 0.49, 0.01], "layer 1": [0.2, 0.3, 0.5]}
+    (axes,) = plotting.loads(shares).axes
+    sums = np.zeros(2)
+    for bars in axes.containers:
+        sums += [bar.get_width() for bar in bars.patches]
+    np.testing.assert_allclose(sums, 1.0)
+    assert texts(axes.texts) == ["0", "0", "1", "1", "", "2"]
+
+
+def test_points_keep_their_colours_and_the_legend_hides_no_label():
+    panels = {"one": {"pool": CLOUD, "shots": CLOUD + 1}}
+    for name in "abc":
+        panels[name] = {"shots": CLOUD}
+    figure = plotting.points(panels, xlabel="x", ylabel="y")
+    (one, two, *_), (legend,) = figure.axes, figure.legends
+    assert to_rgb(two.collections[0].get_facecolor()[0]) == to_rgb(COLOURS[1])
+    assert texts(legend.get_texts()) == ["pool", "shots"]
+    assert one.get_xlim() == two.get_xlim()
+    assert one.collections[1].get_offsets().tolist() == (CLOUD + 1).tolist()
+    figure.draw_without_rendering()
+    labels = [axes.xaxis.label for axes in figure.axes if axes.get_xlabel()]
+    assert len(labels) == 3
+    for label in labels:
+        assert not legend.get_window_extent().overlaps(label.get_window_extent())
+
+
+def test_points_may_lie_on_top_or_be_joined_and_a_map_has_no_numbers():
+    panels = {"one": {"pool": CLOUD, "shots": CLOUD + 1}}
+    below, chosen = plotting.points(panels, above="shots").axes[0].collections
+    assert chosen.get_zorder() > below.get_zorder()
+    assert chosen.get_linewidths()[0] > 0
+    figure = plotting.points({"a": {"pool": CLOUD}}, joined=True, xscale="log")
+    assert figure.axes[0].lines[0].get_xydata().tolist() == CLOUD.tolist()
+    assert figure.axes[0].get_xscale() == "log"
+    figure = plotting.points({"map": {"pool": np.random.rand(200, 2)}}, ticks=False)
+    (axes,) = figure.axes
+    assert len(axes.get_xticks()) == len(axes.get_yticks()) == len(figure.legends) == 0
+    assert axes.collections[0].get_alpha() < 0.5
+
+
+def test_every_effect_lies_at_its_value_with_its_interval_and_its_series_look():
+    figure = plotting.forest(EFFECTS, xlabel="effect", title="Found")
+    points, nats = figure.axes
+    assert points.get_xlabel() == "effect (points)"
+    assert nats.get_xlabel() == "effect (nats)"
+    assert figure.get_suptitle() == "Found"
+    assert texts(points.get_yticklabels()) == ["leads", "learns"]
+    assert points.get_ylim()[0] > points.get_ylim()[1], "the first row is on top"
+
+    spans, dots, zero = points.lines[:6:2], points.lines[1:6:2], points.lines[6]
+    places, heights = np.array([dot.get_xydata()[0] for dot in dots]).T
+    assert places.tolist() == [2, 1, -1]
+    assert heights == pytest.approx([-0.15, 0.15, 1])
+    assert [list(span.get_xdata()) for span in spans] == [[1, 3], [-1, 3], [-2, 0]]
+    assert [list(span.get_ydata()) for span in spans] == [[y, y] for y in heights]
+    assert list(zero.get_xdata()) == [0, 0]
+    assert filled(dots) == [True, False, False]
+    assert nats.lines[1].get_ydata()[0] == 0
+
+    (legend,) = figure.legends
+    assert texts(legend.get_texts()) == ["nano", "smollm2"]
+
+    def looks(lines):
+        return [(line.get_color(), line.get_marker()) for line in lines]
+
+    nano, smollm2 = looks(legend.legend_handles)
+    assert nano != smollm2
+    assert looks([*dots[:2], nats.lines[1]]) == [nano, smollm2, smollm2]
+    assert not plotting.forest(EFFECTS[EFFECTS.series == "nano"], xlabel="").legends
+    assert plotting.forest(EFFECTS.iloc[:0], xlabel="effect") is None
+
+
+def test_times_begin_at_ours_in_two_columns_with_the_floor_of_their_group():
+    left, right = speed.multiples(TIMES, xlabel="time over ours").axes
+    ends = []
+    for bar in (*left.patches, *right.patches):
+        ends.append(sorted((bar.get_x(), bar.get_x() + bar.get_width())))
+    assert ends == [[1, 16], [0.5, 1], [1, 2]]
+    assert left.get_xlim() == right.get_xlim()
+    assert left.get_xscale() == "log"
+    (floor,) = (line for line in left.lines if line.get_linewidth() == 2.5)
+    assert floor.get_xydata().tolist() == [[0.8, 0.5], [0.8, 2.5]]
+    lines = [text.strip() for text in texts(left.get_yticklabels())]
+    assert lines == ["experts", "eager", "own"]
+    lines = [text.strip() for text in texts(right.get_yticklabels())]
+    assert lines == ["groups", "loop"]
+
+
+def test_growth_has_logarithmic_axes_and_the_roof_is_flat_from_its_edge_on():
+    ours, floor = np.array([[1.0, 1], [2, 4]]), np.array([[1.0, 1], [2, 2]])
+    series = {"ours": ours, "floor": floor}
+    figure = speed.growth({"T": series, "E": series}, xlabel="value", ylabel="ms")
+    first = figure.axes[0]
+    assert first.get_xscale() == first.get_yscale() == "log"
+    assert first.lines[0].get_linewidth() > first.lines[1].get_linewidth()
+    figure = speed.roofline({"experts": (40.0, 5e10)}, flops=1e11, bandwidth=1e10)
+    roof = figure.axes[0].lines[0].get_xydata()
+    assert roof == pytest.approx(np.array([[5, 50], [10, 100], [80, 100]]))
+
+
+curves = partial(plotting.curves, {"a": [1.0]}, **STEPS)
+heatmap = partial(plotting.heatmap, rows=["a"], columns=["x"], label="")
+REFUSALS = [
+    (partial(curves, steps=[0, 1]), "E-SHAPE: .* 1 points; st"),
+    (partial(curves, steps=[0], window=0), "E-RANGE: curves: w"),
+    (
+        partial(plotting.forest, EFFECTS.drop(columns="low"), xlabel=""),
+        r"E-KEYS: .* \['low'\]",
+    ),
+    (partial(heatmap, {}), "E-DATA: no panels"),
+    (partial(heatmap, {"p": CLOUD}), r"E-SHAPE: heatmap: panel 'p' is \(2, 2\)"),
+    (
+        partial(plotting.loads, {"a": [0.5, 0.5], "b": [0.5, 0.6]}),
+        "E-RANGE: .* row 'b'",
+    ),
+    (partial(plotting.loads, {"a": [0.5, 0.5], "b": [1.0]}), "E-SHAPE: .* row 'b'"),
+    (
+        partial(plotting.points, {"p": {"a": np.zeros(3)}}),
+        "E-SHAPE: points: 'a' of 'p' is",
+    ),
+    (partial(plotting.points, {}), "E-DATA: no panels"),
+    (
+        partial(speed.multiples, TIMES.assign(value=0.0), xlabel=""),
+        "E-RANGE: multiples",
+    ),
+    (partial(speed.roofline, {}, flops=0.0, bandwidth=1.0), "E-RANGE: roofline"),
+]
+
+
+@pytest.mark.parametrize(("draw", "message"), REFUSALS)
+def test_what_cannot_be_drawn_is_refused(draw, message):
+    refused(message, draw)
+
+
+def luminance(colour):
+    """Relative luminance by WCAG 2."""
+    rgb = np.array(to_rgb(colour))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return linear @ [0.2126, 0.7152, 0.0722]
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+def test_text_has_a_contrast_of_four_and_a_half(colour):
+    text = "white" if colour in DARK_COLOURS else INK
+    low, high = sorted([luminance(colour), luminance(text)])
+    assert (high + 0.05) / (low + 0.05) >= 4.5
+
+
+def test_a_styled_figure_has_our_colours_and_is_opaque():
+    cycle = matplotlib.rcParams["axes.prop_cycle"].by_key()["color"]
+    assert [f"#{colour.lstrip('#')}" for colour in cycle] == list(COLOURS)
+    page = io.BytesIO()
+    plotting.loads({"layer 0": [0.5, 0.5]}).savefig(page)
+    page.seek(0)
+    np.testing.assert_array_equal(imread(page)[0, 0], [1.0, 1.0, 1.0, 1.0])

@@ -1,0 +1,100 @@
+"""A run beside the recorded ones, and its parameters as a table."""
+
+import json
+
+import pytest
+
+from moebook import storage
+from moebook.lab import records
+from moebook.lab.records import Run, Value
+from moebook.lab.run import session
+from moebook.lab.run.parameters import parse
+from moebook.lab.run.session import ABSENT, Witness
+
+PARAMETERS = """\
+tier: str = "cpu"  # scale {smoke, cpu, study}
+base: str = "nano"  # dense base
+steps: int = 3  # optimizer steps [1, 10]"""
+LEAD = ("pesc/sparse/accuracy", "pesc/dense/accuracy")
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project of one notebook, in which a protocol decides a claim and another none."""
+    monkeypatch.chdir(tmp_path)
+    storage.write(tmp_path / "_config.yml", "title: a book\n")
+    cell = {"cell_type": "code", "source": PARAMETERS, "outputs": []}
+    cell |= {"execution_count": None, "metadata": {"tags": ["parameters"]}}
+    page = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [cell]}
+    notebooks = tmp_path / "notebooks"
+    storage.write(notebooks / "01_pesc.ipynb", json.dumps(page))
+    storage.write(notebooks / "01_pesc.many.yaml", "tier: study\n")
+    decides = "# Decides: pesc.sparse-beats-dense\ntier: study\n"
+    storage.write(notebooks / "01_pesc.deciding.yaml", decides)
+    return tmp_path
+
+
+def keep(folder, protocol, seed, sparse, dense, base="nano"):
+    recorded = (Value(LEAD[0], sparse, "share"), Value(LEAD[1], dense, "share"))
+    facts = {"settings": {"tier": "study", "base": base}, "arms": ("dense", "sparse")}
+    kept = Run("pesc", protocol, "study", seed, recorded, **facts)
+    records.write_run(folder / "results" / "pesc" / protocol / f"{seed}.parquet", kept)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setattr(session, "_leave", lambda *_: None)
+    witness = Witness({"tier": "cpu", "base": "nano", "steps": 3}, {}, ())
+    return session.Run("cpu", witness, parse(PARAMETERS, "here"))
+
+
+def test_parameters_show_their_value_here_and_what_they_do(run):
+    table = run.parameters("steps", "base")
+    assert table.loc["steps"].tolist() == [3, "optimizer steps [1, 10]"]
+    assert table.index.tolist() == ["steps", "base"]
+
+
+def test_what_decides_claims_comes_before_more_seeds_and_more_seeds_before_fewer(
+    project, run
+):
+    for seed in range(4):
+        keep(project, "many", seed, 0.9, 0.1)
+    run.record(LEAD[0], 0.5, "share")
+    line = run.beside({"lead": LEAD}).loc["lead"]
+    assert line[["this run", "recorded runs", "study"]].tolist() == [
+        ABSENT,  # dense did not run
+        "+80.0 points",
+        "many",
+    ]
+    session._pools.cache_clear()
+    for seed, sparse in enumerate((0.3, 0.5)):
+        keep(project, "deciding", seed, sparse, 0.2)
+    run.record(LEAD[1], 0.25, "share")
+    lines = run.beside({"lead": LEAD, "sparse": LEAD[0]})
+    assert lines.loc["lead", "this run"] == "+25.0 points"
+    assert lines.loc["lead", "recorded runs"] == "+20.0 points"
+    assert lines.loc["sparse"].tolist()[:2] == ["50.0 %", "40.0 %"]
+    # Student's quantile of one degree of freedom: 12.706 sqrt(0.02 / 2) = 1.27.
+    assert lines.loc["lead", ["95 % from", "to", "seeds"]].tolist() == [
+        "-107.1 points",
+        "+147.1 points",
+        2,
+    ]
+
+
+def test_without_recorded_runs_on_the_base_a_line_says_so(project, run):
+    keep(project, "many", 0, 0.9, 0.1, base="smollm2")
+    assert set(run.beside({"lead": LEAD}).loc["lead"]) == {ABSENT}
+
+
+def test_runs_that_do_not_fit_together_are_told_and_end_nothing(project, run):
+    keep(project, "many", 0, 0.9, 0.1)
+    keep(project, "many", 1, 0.9, 0.1, base="smollm2")
+    text = run.beside({"lead": LEAD})
+    assert text.startswith("The recorded runs cannot be shown: pesc/many, seed 1")
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """Let each test read its own project."""
+    session._pools.cache_clear()

@@ -1,0 +1,136 @@
+"""Heads of protocols: where a pool departs from its design, and by what spread it was planned."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moebook.intervals import sees
+from moebook.lab.evidence import heads
+from moebook.lab.records import Run, Value, write_run
+
+ROOT = Path(__file__).resolve().parents[3]
+HEAD = """\
+# A study. Run by
+#   moebook study pesc --on mine --seeds 0-3
+#
+# Decided before the first run.
+#
+# Primary measure: pesc/a/nll less pesc/b/nll
+# Smallest effect of interest: 0.5
+# Seeds: 0-3
+# Spread on record: other
+# Decides: pesc.sparse-beats-dense
+# Decides: pesc.sparse-beats-matched
+# Why: it shows what
+# decides: a word at the start of a line of prose is no fact.
+tier: study
+arms: dense,sparse
+steps: 10
+"""
+PATH = "notebooks/01_pesc.mine.yaml"
+
+
+def git(folder, *words):
+    told = subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        encoding="utf-8",
+    )
+    return told.stdout.strip()
+
+
+def add_run(folder, seed, commit="", arms=("dense", "sparse"), protocol="mine", a=1.0):
+    values = (Value("pesc/a/nll", a, "nats"), Value("pesc/b/nll", 2.0, "nats"))
+    manifest = {"date": f"2026-01-0{1 + seed}T00:00:00+00:00", "seconds": 1.0}
+    manifest["commit"] = {"id": commit, "dirty": False}
+    run = Run("pesc", protocol, "study", seed, values, arms=arms, manifest=manifest)
+    name = f"{seed}.{'-'.join(arms)}.parquet" if len(arms) != 2 else f"{seed}.parquet"
+    write_run(folder / "results" / "pesc" / protocol / name, run)
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A project in git whose one protocol ran at the commit that holds it."""
+    (tmp_path / "notebooks").mkdir()
+    shutil.copy(ROOT / "notebooks" / "01_pesc.ipynb", tmp_path / "notebooks")
+    (tmp_path / PATH).write_text(HEAD)
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "before")
+    return tmp_path
+
+
+def facts(folder):
+    (design,) = [one for one in heads.read(folder) if one.protocol == "mine"]
+    return design.facts
+
+
+def test_a_pool_that_follows_its_design_departs_from_nothing(project):
+    commit = git(project, "rev-parse", "HEAD")
+    for seed in range(4):
+        add_run(project, seed, commit)
+    said = facts(project)
+    departures = ("Stopped early", "Seeds added later", "Changed", "Arms added later")
+    assert not [name for name in said if name.startswith(departures)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "names"),
+    [
+        ("steps: 10", "steps: 20", "steps"),
+        ("# Decides: pesc.sparse-beats-matched\n", "", "Decides"),
+        ("Smallest effect of interest: 0.5", "Smallest effect of interest: 0.1", None),
+        ("# decides: a word", "# determines: a word", ""),
+    ],
+)
+def test_what_changed_after_the_first_run_is_named(project, old, new, names):
+    commit = git(project, "rev-parse", "HEAD")
+    add_run(project, 0, commit)
+    path = project / PATH
+    path.write_text(path.read_text().replace(old, new))
+    said = facts(project).get("Changed after its first run", "")
+    assert said == ("Smallest effect of interest" if names is None else names)
+
+
+def test_a_pool_says_how_many_seeds_it_lacks_and_what_came_later(project):
+    commit = git(project, "rev-parse", "HEAD")
+    add_run(project, 0, commit)
+    add_run(project, 1, commit)
+    add_run(project, 6, commit)
+    add_run(project, 1, commit, arms=("upcycled",))
+    said = facts(project)
+    assert said["Stopped early"] == "2 of 4 seeds ran"
+    assert said["Seeds added later"] == "6"
+    assert said["Arms added later"] == "upcycled"
+
+
+@pytest.mark.parametrize(
+    "spread",
+    ["other", "other: pesc/a/nll less pesc/b/nll", "pesc/other"],
+)
+def test_a_chance_is_simulated_from_the_measure_that_stands_on_record(project, spread):
+    path = project / PATH
+    path.write_text(path.read_text().replace("record: other", f"record: {spread}"))
+    shutil.copy(path, project / "notebooks" / "01_pesc.other.yaml")
+    effects = [0.2, 0.5, 0.9]
+    for seed, effect in enumerate(effects):
+        add_run(project, seed, protocol="other", a=2 + effect)
+    chance = sees(np.array(effects)[:, None], 0.5, 4)
+    assert facts(project)["Chance to see it"] == f"{chance:.0%} with 4 seeds"
+
+
+def test_another_measure_stands_in_where_no_pool_has_the_arms(project):
+    path = project / PATH
+    text = path.read_text().replace("less pesc/b/nll", "less pesc/c/nll")
+    path.write_text(text)
+    for seed in range(3):
+        add_run(project, seed, protocol="other", a=1 + seed / 10)
+    stands = "other: pesc/a/nll less pesc/b/nll"
+    path.write_text(text.replace("record: other", f"record: {stands}"))
+    chance = sees(np.array([-1, -0.9, -0.8])[:, None], 0.5, 4)
+    assert facts(project)["Chance to see it"] == f"{chance:.0%} with 4 seeds"

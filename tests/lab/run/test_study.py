@@ -1,0 +1,524 @@
+"""A study of the toy: what it runs, from which code, and what survives whatever ends it."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing, suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from moebook import cli, storage
+from moebook.errors import Refusal
+from moebook.lab import records
+from moebook.lab.records import Run, store
+from moebook.lab.run import study
+from moebook.lab.run.study import Job, side_by_side
+from tests.refusals import refused
+
+SETTINGS = {"tier": "study", "top_k": 4, "fate": "well"}
+# A shell starts background jobs with SIGINT ignored, and children inherit that.
+HEARD = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+DISK = """
+from moebook.lab.run import study
+
+def full(*given, **more):
+    raise OSError(28, "No space left on device", "/place")
+
+study.run_notebook = full
+study.child()"""
+MAIN = "import sys; from moebook.cli import main; sys.exit(main())"
+
+
+def commit(folder):
+    """Put a project into git: a study runs a commit."""
+    (folder / ".gitignore").write_text("__pycache__/\nruns/\n")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "toy")):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def light_kernels(environment, project, light):
+    """All runs here do without torch."""
+    environment.setenv("PYTHONPATH", light)
+
+
+def start(folder, staging, *options, **more):
+    """Start a study of the toy as a reader does; its processes carry the name of the project."""
+    command = [
+        sys.executable,
+        "-c",
+        HEARD + MAIN,
+        "study",
+        "toy",
+        "--on",
+        "nano",
+        *options,
+    ]
+    env = {**os.environ, "TMPDIR": staging, "STUDY": str(folder), **more}
+    reading = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=env, **reading)
+
+
+def processes(file, text):
+    """The processes one of whose files in /proc (``environ``, ``cmdline``) holds a text."""
+    every = []
+    for path in Path("/proc").glob(f"[0-9]*/{file}"):
+        with suppress(OSError):  # another's, or it has just ended
+            if text.encode() in path.read_bytes():
+                every.append(path.parent)
+    return every
+
+
+def ended(folder, seconds=10.0):
+    """Whether all processes of a study end within so many seconds."""
+    limit = time.monotonic() + seconds
+    while (
+        left := processes("environ", f"STUDY={folder}\0")
+    ) and time.monotonic() < limit:
+        time.sleep(0.05)
+    return not left
+
+
+def stored(folder):
+    """The runs in the pool of the toy: reading it checks every file."""
+    pool = store.pool("toy", "nano", folder)
+    return pool.runs if pool else ()
+
+
+def same_bits(one, other):
+    assert one.values and one.curves
+    for part in ("seed", "values", "curves", "arms", "settings", "rows", "code"):
+        assert getattr(one, part) == getattr(other, part), part
+
+
+def test_other_seeds_than_ranges_a_changed_protocol_and_arms_without_any_are_refused(
+    fresh,
+):
+    seeds = {"0-9": [*range(10)], "3": [3], "0-2,7": [0, 1, 2, 7], "7, 0-1": [7, 0, 1]}
+    assert {text: study.seeds(text) for text in seeds} == seeds
+    for text in [*"5-2 1,1 0-3,2 ten 1, -1 1- 1.5 0x1 1-2-3 1234567890".split(), ""]:
+        refused(f"E-RANGE: --seeds {text}", study.seeds, text)
+    most = "names 10,000,000 seeds; expected at most 1,000 a call, since each is a run"
+    refused(f"E-RANGE: --seeds 0-9999999 {most}", study.seeds, "0-9999999")
+    assert len(study.seeds("0-998,2000")) == 1000
+    refused(
+        "E-RANGE: toy at nano: seed = 1001",
+        study.study,
+        "toy",
+        "nano",
+        [1001],
+        folder=fresh,
+    )
+    study.add(
+        Run("toy", "nano", "study", 0, (), settings={**SETTINGS, "top_k": 3}), fresh
+    )
+    with pytest.raises(
+        Refusal, match=r"E-POOL: protocol nano says top_k = 4, .* made with 3"
+    ):
+        study.study("toy", "nano", [1], folder=fresh)
+    path = fresh / "notebooks" / "01_toy.ipynb"
+    path.write_text(path.read_text().replace("arms: str", "rest: str"))
+    refused(
+        "E-RANGE: toy has no arms",
+        study.study,
+        "toy",
+        "study",
+        [0],
+        arms="left",
+        folder=fresh,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arms", "asked", "wanted"),
+    [
+        (None, None, "right"),
+        (None, "all", "all"),
+        (None, "left", "left"),
+        (("left",), None, "right"),
+        (("right",), None, None),
+        (("left", "right"), "all", None),
+        (("left",), "all", "right"),
+        (("left",), "left", None),
+        (("right",), "left,right", "left"),
+        (("left",), "third", "third"),
+    ],
+)
+def test_of_each_seed_what_is_missing_runs(
+    fresh, monkeypatch, capsys, arms, asked, wanted
+):
+    begun = []
+    monkeypatch.setattr(study, "_run_all", lambda todo, *_: begun.extend(todo))
+    (fresh / "notebooks" / "01_toy.nano.yaml").write_text(
+        "tier: study\ntop_k: 4\narms: right\n"
+    )
+    both = {"known_arms": ["left", "right"], "seconds": 1.0}
+    run = Run("toy", "nano", "study", 3, (), settings=SETTINGS, manifest=both)
+    if arms is not None:
+        study.add(replace(run, arms=arms), fresh)
+    study.add(replace(run, arms=("left", "right"), seed=4), fresh)
+    study.study("toy", "nano", [3, 4], arms=asked, folder=fresh)
+    expected = [{"seed": 3, "arms": wanted}] if wanted else []
+    expected += [{"seed": 4, "arms": "third"}] if asked == "third" else []
+    assert [job.overrides for job in begun] == expected
+    assert capsys.readouterr().out.startswith(
+        f"toy at nano: 2 seeds, {len(begun)} to run\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (
+            "raise MemoryError",
+            r"E-MEMORY: memory ran out \(MemoryError\); close other programs",
+        ),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            r"E-RUN: it was killed by signal 9 \(out of mem",
+        ),
+        (
+            "raise KeyError('x')",
+            "E-RUN: it ended with status 1; its last lines: .* KeyError: 'x'",
+        ),
+        ("import sys; sys.exit('E-DISK: no room')", "E-DISK: no room"),
+        (
+            DISK,
+            r"E-DISK: OSError: \[Errno 28\] No space left on device: '/place'; make room there",
+        ),
+    ],
+)
+def test_what_ended_a_run_is_told_in_one_line(tmp_path, monkeypatch, code, told):
+    monkeypatch.setattr(study, "CHILD", code)
+    ((_, outcome),) = side_by_side([Job("toy", "nano")], tmp_path, 1)
+    assert isinstance(outcome, Refusal) and "\n" not in str(outcome)
+    assert re.match(told, str(outcome)), outcome
+
+
+def test_an_interrupt_ends_all_processes_and_starts_no_more(tmp_path, monkeypatch):
+    waits = "import sys, time; 'long' in sys.argv[-1] and time.sleep(60); print('done')"
+    monkeypatch.setattr(study, "CHILD", waits)
+    jobs = [Job(name, "smoke") for name in ("short", "long", "long", "long", "long")]
+    begun = time.monotonic()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        closing(side_by_side(jobs, tmp_path, 3)) as outcomes,
+    ):
+        for job, outcome in outcomes:
+            assert (job.notebook, outcome) == ("short", Path("done"))
+            raise KeyboardInterrupt
+    assert time.monotonic() - begun < 30
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory, project):
+    """The toy with modules of its own, in git."""
+    return commit(shutil.copytree(project, tmp_path_factory.mktemp("one") / "toy"))
+
+
+@pytest.fixture
+def cloned(tmp_path, committed):
+    subprocess.run(
+        ["git", "clone", "-q", str(committed), str(tmp_path / "toy")], check=True
+    )
+    return tmp_path / "toy"
+
+
+@pytest.fixture
+def staging():
+    """A folder for temporary files, with a short name; in the end none of them is left."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+        assert os.listdir(folder) == []
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory, committed):
+    """Seeds 0, 1 and one that fails, two at a time, after edits that were not committed."""
+    folder = shutil.copytree(committed, tmp_path_factory.mktemp("two") / "toy")
+    edits = {
+        "notebooks/01_toy.ipynb": ("0.125 * top_k", "0.1 * top_k"),
+        "moebook/lab/run/session.py": ("    gc.freeze()", "    1 / 0"),
+    }
+    for name, (old, new) in edits.items():
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
+    with tempfile.TemporaryDirectory() as staging:
+        process = start(folder, staging, "--seeds", "0,1,13", "--jobs", "2")
+        out, errors = process.communicate()
+        assert os.listdir(staging) == []
+    assert (process.returncode, errors) == (1, "")
+    return folder, out
+
+
+def test_a_study_runs_the_commit_without_edits_and_goes_on_after_a_seed_that_fails(
+    studied,
+):
+    folder, out = studied
+    assert [run.seed for run in stored(folder)] == [0, 1]
+    begun, warned, *lines = out.splitlines()
+    assert begun == "toy at nano: 3 seeds, 3 to run"
+    assert warned == "uncommitted changes of the code are not part of this study"
+    by_seed = {line.split(":")[0]: line for line in lines}
+    assert set(by_seed) == {"seed 0", "seed 1", "seed 13"}
+    good = r"seed 0: \d+ s, 4 values in results/toy/nano/0.parquet \(\d of 3, about \d+ min left\)"
+    assert re.fullmatch(good, by_seed["seed 0"])
+    assert re.search(r"\(3 of 3\)$", lines[-1])
+    bad = r"seed 13: failed: E-CELL: cell In \[7\] .*ZeroDivisionError.*; the failed copy is (\S+)"
+    match = re.match(bad, by_seed["seed 13"])
+    assert match and (folder / match[1]).is_file()
+    head = subprocess.check_output(
+        ["git", "rev-parse", "HEAD"], cwd=folder, text=True
+    ).strip()
+    assert study.freeze(copy := folder / "runs" / "frozen" / head[:12]) == copy
+    for run in stored(folder):
+        values = {value.name: value.value for value in run.values}
+        assert values["toy/mean"] == 0.5
+        assert values["toy/here"] == 1.0, "the package of the copy"
+        assert run.manifest["commit"] == {"id": head, "dirty": False}
+        assert "notebook" in records.runs.changed(run, folder)
+    assert not list(folder.glob("runs/mine/**/*.ipynb")), "what readers ran is theirs"
+
+
+def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(
+    studied, cloned, staging
+):
+    process = start(cloned, staging, "--seeds", "0,60", "--jobs", "1")
+    while not list(cloned.glob("runs/frozen/*/started")) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (
+        130,
+        "interrupted; nothing half-written was left\n",
+    )
+    assert out.count("seed 0: ") == 1 and "seed 60" not in out
+    assert ended(cloned, 1.0) and os.listdir(staging) == []
+    (alone,) = stored(cloned)
+    same_bits(alone, stored(studied[0])[0])
+
+
+def test_without_ray_or_a_cluster_of_it_a_line_says_so(fresh, monkeypatch):
+    commit(fresh)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "ray", None)
+        with pytest.raises(Refusal, match="E-DEP: --engine ray needs Ray: pip install"):
+            study.study("toy", "nano", [0], engine="ray", folder=fresh)
+    ray = pytest.importorskip("ray")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(fresh))
+    # Clusters of other tests on this machine are not found.
+    monkeypatch.setattr(ray._private.services, "find_gcs_addresses", cache(set))
+    with pytest.raises(Refusal, match="E-CLUSTER: no Ray cluster is running here"):
+        study.study("toy", "nano", [0], engine="ray", folder=fresh)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray cluster of one CPU, to which tests add nodes."""
+    utils = pytest.importorskip("ray.cluster_utils")
+    head = {
+        "num_cpus": 1,
+        "include_dashboard": False,
+        "object_store_memory": 80 * 2**20,
+    }
+    made = utils.Cluster(initialize_head=True, head_node_args=head)
+    yield made
+    made.shutdown()
+
+
+def at_work():
+    """The processes that run a notebook in the folder that Ray brought."""
+    children = processes("cmdline", "study.child()")
+    return [path for path in children if "ray" in os.readlink(path / "cwd")]
+
+
+def waits(running, until):
+    while not until() and running.poll() is None:
+        time.sleep(0.1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(240)
+def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(
+    studied, cloned, cluster
+):
+    node = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    options = ("--seeds", "0,1", "--engine", "ray")
+    running = start(
+        cloned, tempfile.gettempdir(), *options, RAY_ADDRESS=cluster.address
+    )
+    waits(running, lambda: len(at_work()) == 2)
+    cluster.remove_node(node, allow_graceful=False)
+    out, errors = running.communicate(timeout=200)
+    assert running.returncode == 0, out + errors
+    for apart, beside in zip(stored(cloned), stored(studied[0]), strict=True):
+        same_bits(apart, beside)
+
+
+@pytest.mark.timeout(280)
+def test_a_run_gets_its_gpu_and_what_no_node_can_give_any_more_is_told_at_once(
+    cloned, cluster
+):
+    def begin(gpus, seeds):
+        options = ("--seeds", seeds, "--engine", "ray", "--gpus-per-run", gpus)
+        return start(
+            cloned, tempfile.gettempdir(), *options, RAY_ADDRESS=cluster.address
+        )
+
+    node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80 * 2**20)
+    lacks = "E-CLUSTER: a run needs 1 CPU and {} GPU of one node, which none has (most GPUs: {})"
+    out, errors = begin("3", "0").communicate(timeout=200)
+    assert errors == lacks.format(3, 1) + "; add such a node\n"
+    running = begin("0.5", "0,60")
+    waits(running, lambda: stored(cloned) and at_work())
+    environment = (at_work()[0] / "environ").read_bytes().split(b"\0")
+    assert b"CUDA_VISIBLE_DEVICES=0" in environment
+    cluster.remove_node(node, allow_graceful=False)
+    out, errors = running.communicate(timeout=200)
+    assert running.returncode == 1, errors
+    assert f"seed 60: failed: {lacks.format(0.5, 0)}; add such a node (2 of 2)\n" in out
+    assert [run.seed for run in stored(cloned)] == [0]
+
+
+def test_gpus_of_a_run_are_of_a_cluster_and_a_part_of_one_or_whole(
+    fresh, monkeypatch, capsys
+):
+    monkeypatch.chdir(commit(fresh))
+    command = ["study", "toy", "--on", "nano", "--seeds", "0", "--gpus-per-run"]
+    assert cli.main([*command, "1"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "E-USAGE: moebook study: --gpus-per-run needs --engine ray\n"
+    )
+    for gpus in ("1.5", "-1", "nan", "inf", "0.00001"):
+        assert cli.main([*command, gpus, "--engine", "ray"]) == 2
+        assert capsys.readouterr().err.startswith("E-RANGE: GPUs of a run are")
+
+
+def test_tasks_of_a_slurm_array_fill_one_pool_at_once(cloned, staging, tmp_path):
+    script = Path(study.__file__).parents[3] / "recipes" / "study.sbatch"
+    subprocess.run(["bash", "-n", script], check=True)
+    place = tmp_path / "bin"
+    place.mkdir()
+    command = place / "moebook"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{MAIN}" "$@"\n')
+    command.chmod(0o755)
+    env = {
+        **os.environ,
+        "TMPDIR": staging,
+        "STUDY": str(cloned),
+        "SLURM_SUBMIT_DIR": str(cloned),
+        "PATH": f"{place}{os.pathsep}{os.environ['PATH']}",
+    }
+    piped = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "cwd": tmp_path,
+    }
+
+    def task(seed, *words):
+        given = env | ({"SLURM_ARRAY_TASK_ID": seed} if seed else {})
+        return subprocess.Popen(["bash", script, *words], env=given, **piped)
+
+    for seed, words in (("", ("toy", "nano")), ("3", ("toy",))):
+        _, errors = (wrong := task(seed, *words)).communicate()
+        assert wrong.returncode == 2 and errors.startswith(
+            "study.sbatch: expected sbatch"
+        )
+    tasks = [task(seed, "toy", "nano", "--arms", "left") for seed in ("3", "4", "13")]
+    ends = [each.communicate(timeout=200) for each in tasks]
+    assert [each.returncode for each in tasks] == [0, 0, 1], ends
+    assert [(run.seed, run.arms) for run in stored(cloned)] == [
+        (3, ("left",)),
+        (4, ("left",)),
+    ]
+    assert store.unsealed(cloned) == {}, "the list of hashes has both"
+
+
+def mill(source, copy, *options):
+    """Run plain papermill from another folder, as its command line does; return its errors."""
+    code = "from papermill.cli import papermill; papermill()"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(source),
+        str(copy),
+        "--kernel",
+        "python3",
+        *options,
+    ]
+    done = subprocess.run(command, cwd=copy.parent, capture_output=True, text=True)
+    return done.stderr if done.returncode else ""
+
+
+def test_what_plain_papermill_left_is_taken_in_once(
+    fresh, tmp_path, monkeypatch, capsys
+):
+    source, milled = fresh / "notebooks" / "01_toy.ipynb", tmp_path / "out.ipynb"
+    errors = mill(source, tmp_path / "wrong.ipynb", "-p", "topk", "1")
+    assert "unknown parameter 'topk'; did you mean 'top_k'" in errors
+    options = ("-p", "tier", "study", "-p", "top_k", "4", "-p", "seed", "5")
+    assert mill(source, milled, *options) == ""
+    monkeypatch.chdir(fresh)
+    assert cli.main(["study", "--add", str(milled)]) == 0
+    assert (
+        capsys.readouterr().out == "toy at nano, seed 5: results/toy/nano/5.parquet\n"
+    )
+    (run,) = stored(fresh)
+    assert (run.seed, run.arms, run.settings) == (5, ("left", "right"), SETTINGS)
+    assert run.code["notebook"] == storage.files.source(source)
+    assert 0 < run.manifest["seconds"] < 60 and records.runs.day(run)
+    for command, words in (("list", "--on nano     "), ("verify", "seeds 5 agree")):
+        assert cli.main([command]) == 0
+        assert words in capsys.readouterr().out
+    path, text = fresh / "results" / "toy" / "nano" / "5.parquet", milled.read_text()
+    before, other = path.read_bytes(), fresh / "other.ipynb"
+    for old, new, message in (
+        (
+            "seed = 5",
+            "seed = 5",
+            "E-POOL: toy/nano, seed 5: two files hold the arm left",
+        ),
+        (
+            "top_k = 4",
+            "top_k = 3",
+            "E-PARAMETER: other.ipynb: top_k should be 3, and the kernel",
+        ),
+        (
+            '"end_time": "',
+            '"end": "',
+            "E-RUN: other.ipynb does not say when it was executed",
+        ),
+        (
+            "toy/",
+            "tyo/",
+            "E-NOTEBOOK: other.ipynb records values of 'tyo'; did you mean 'toy'",
+        ),
+    ):
+        assert old in text
+        other.write_text(text.replace(old, new))
+        assert cli.main(["study", "--add", str(other)]) == 2
+        assert capsys.readouterr().err.startswith(message)
+        assert [p.read_bytes() for p in path.parent.iterdir()] == [before]
+    for word, value, message in (
+        ("top_k", "3", "; beside 'nano' top_k = 3"),
+        ("tier", "cpu", ""),
+    ):
+        assert mill(source, other, *options, "-p", word, value) == ""
+        assert cli.main(["study", "--add", str(other)]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"E-PROTOCOL: other.ipynb is of no protocol{message}")

@@ -1,0 +1,196 @@
+"""Forks of a process that has imported: they run as a new Python would, and end with who asked."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moebook.lab.records import read_run
+from moebook.lab.run import children, publish, warm
+from moebook.lab.run.study import Job, side_by_side
+from tests.lab.conftest import REPOSITORY
+from tests.refusals import refused
+
+LOOK = """
+import json, os, sys
+told = {"path": sys.path, "argv": sys.argv, "folder": os.getcwd(), "name": __name__,
+        "environment": dict(os.environ), "alone": os.getsid(0) == os.getpid(),
+        "ours": [name for name in sys.modules if name.startswith("moebook")],
+        "main": sys.modules["__main__"].__dict__ is globals(), "input": sys.stdin.read()}
+print(json.dumps(told))
+print("a complaint", file=sys.stderr)
+sys.exit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The socket of a process that forks, with a secret in our environment."""
+    directory = tmp_path_factory.mktemp("w")
+    with warm.warm(
+        directory, publish.environment(), ["json", "ipykernel.kernelapp"]
+    ) as place:
+        if place is None:
+            pytest.skip("nothing is forked here: no Linux, or a GPU")
+        yield place
+
+
+@pytest.fixture
+def both(place, tmp_path, monkeypatch):
+    """Run a command as a fork and as a new process; return what each left."""
+
+    def run(*command):
+        env = os.environ | {
+            "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}",
+            "HERE": "ä",
+        }
+        found = []
+        for forked in (True, False):
+            (tmp_path / "input").write_text("a question")
+            with (
+                open(tmp_path / "input") as given,
+                open(tmp_path / "output", "w") as output,
+                open(tmp_path / "errors", "w") as errors,
+            ):
+                files = [file.fileno() for file in (given, output, errors)]
+                if forked:
+                    process = children.Fork(
+                        place, command, env=env, cwd=tmp_path, files=files
+                    )
+                    assert process.wait() == process.poll() == process.returncode
+                    assert process.seconds > 0
+                else:
+                    process = subprocess.Popen(
+                        [sys.executable, *command],
+                        env=env,
+                        cwd=tmp_path,
+                        stdin=given,
+                        stdout=output,
+                        stderr=errors,
+                        start_new_session=True,
+                    )
+                    process.wait()
+            texts = [(tmp_path / name).read_text() for name in ("output", "errors")]
+            found.append((process.returncode, *texts))
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("way", ["-c", "-m"])
+def test_a_fork_runs_a_command_as_a_new_python_does(both, tmp_path, way):
+    (tmp_path / "look.py").write_text(LOOK)
+    forked, new = both(way, LOOK if way == "-c" else "look", "--one", "two")
+    (status, output, errors), (_, expected, _) = forked, new
+    told, expected = json.loads(output), json.loads(expected)
+    if (
+        way == "-m"
+    ):  # which names its folder by itself, where a fork has the working directory
+        expected["path"][0] = ""
+    assert told == expected
+    assert (status, errors, told["input"]) == (7, "a complaint\n", "a question")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.kill(os.getpid(), 9)",
+        "1 / 0",
+        "pass",
+        "import os; os._exit(3)",
+        "raise SystemExit('no')",
+    ],
+)
+def test_a_fork_ends_as_a_new_python_does(both, code):
+    forked, new = both("-c", code)
+    assert (
+        forked[:2] == new[:2]
+        and forked[2].splitlines()[-1:] == new[2].splitlines()[-1:]
+    )
+
+
+def test_no_secret_reaches_a_fork_that_was_not_given_it(both):
+    code = "from pathlib import Path; print('canary' in Path('/proc/self/environ').read_text())"
+    assert os.environ["CANARY_TOKEN"].startswith("canary")
+    assert both("-c", code)[0][1] == "False\n"
+
+
+def processes(folder):
+    """The processes that work in a folder, and are not about to end."""
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        try:
+            if path.readlink() == folder and int(path.parts[2]) != os.getpid():
+                yield int(path.parts[2])
+        except OSError:
+            continue
+
+
+ASK = """
+import sys, tempfile, time
+from pathlib import Path
+from moebook.lab.run import publish, study, warm
+with tempfile.TemporaryDirectory() as directory:
+    with warm.warm(Path(directory), publish.environment(), ["json"]) as place:
+        jobs = [study.Job("toy", "smoke", {"fate": "slow"})]
+        list(study.side_by_side(jobs, Path.cwd(), 1, {"toy": place}))
+"""
+
+
+@pytest.mark.parametrize("victim", ["parent", "runner", "forks"])
+def test_whoever_is_killed_nobody_who_depends_on_it_stays(fresh, light, place, victim):
+    begun = {**os.environ, "PYTHONPATH": light}
+    asker = subprocess.Popen([sys.executable, "-c", ASK], cwd=fresh, env=begun)
+    limit = time.monotonic() + 60
+    while not (fresh / "started").exists() and time.monotonic() < limit:
+        time.sleep(0.05)
+    several = sorted(processes(fresh))
+    assert (
+        len(several) == 4
+    )  # the parent, the process that forks, the runner and its kernel
+    number = {"parent": 0, "forks": 1, "runner": 2}[victim]
+    os.kill(several[number], signal.SIGKILL)
+    asker.wait(timeout=30)
+    limit = time.monotonic() + 5
+    while list(processes(fresh)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert list(processes(fresh)) == []
+
+
+def test_a_notebook_leaves_in_a_fork_what_it_leaves_in_a_new_kernel(fresh, place):
+    runs = []
+    for where in (place, None):
+        jobs = [Job("toy", "smoke", {"arms": "left"})]
+        ((_, page),) = side_by_side(jobs, fresh, 1, {"toy": where})
+        runs.append(read_run(page.with_suffix(".parquet")))
+        page.unlink()
+    forked, new = runs
+    for part in ("values", "curves", "arms", "settings", "rows", "code"):
+        assert getattr(forked, part) == getattr(new, part), part
+    same = {
+        name: (forked.manifest[name], new.manifest[name])
+        for name in ("environment", "stripped")
+    }
+    assert all(one == other for one, other in same.values())
+    assert 0 < forked.manifest["cpu_seconds"] < new.manifest["cpu_seconds"]
+    assert forked.manifest["peak_memory"] > 10e6
+
+
+def test_where_there_is_a_gpu_nothing_is_forked(tmp_path, monkeypatch):
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(warm, "GPUS", (str(tmp_path / "nvidiactl"),))
+    with warm.warm(tmp_path, {}) as place:
+        assert place is None
+
+
+def test_a_process_that_could_not_import_is_told_in_one_line(tmp_path):
+    with warm.warm(tmp_path, publish.environment(), ["no_such_library"]) as place:
+        ask = (place, ["-c", "pass"])
+        refused(
+            "E-KERNEL: the process that imports the libraries has ended",
+            lambda: children.Fork(*ask, env={}, cwd=tmp_path, files=[0, 1, 2]),
+        )
