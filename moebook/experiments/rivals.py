@@ -34,7 +34,10 @@ def known(settings: Settings) -> dict[str, table.Arm]:
     """Return all arms by name; of a bank whose size a folder tells, as if it were the paper's."""
     names = ("rate", "searches", "experts", "top_k")
     bank = members(settings) or SOURCES
-    return table.arms(len(bank), **{name: settings[name] for name in names})
+    try:
+        return table.arms(len(bank), **{name: settings[name] for name in names})
+    except Refusal as refusal:
+        refuse("E-RANGE", refusal.message)
 
 
 def check(
@@ -46,10 +49,7 @@ def check(
 
     W-IDLE tells which of the ``changed`` parameters do nothing here.
     """
-    try:
-        every = known(settings)
-    except Refusal as refusal:  # which arms there are these sizes say
-        refuse("E-RANGE", refusal.message)
+    every = known(settings)
     arms = asked(settings, every)
     refuse_complaints(_needs(settings, arms, every))
     effects.warn(changed, idle(settings, arms))

@@ -32,6 +32,14 @@ def main(settings: Settings) -> rocket.Config:
     return rocket.Config.preset(settings["preset"], **sizes)
 
 
+def known(settings: Settings) -> dict[str, Arm | None]:
+    """Return all arms by name: which there are the sizes say, of which some are refused."""
+    try:
+        return rocket.pipeline.arms(main(settings), strict=settings["strict"])
+    except Refusal as refusal:
+        refuse("E-RANGE", refusal.message)
+
+
 def check(
     settings: Settings,
     device: torch.device | None = None,
@@ -41,10 +49,7 @@ def check(
 
     W-IDLE tells which of the ``changed`` parameters do nothing here.
     """
-    try:
-        every = rocket.pipeline.arms(main(settings), strict=settings["strict"])
-    except Refusal as refusal:  # which arms there are these sizes say
-        refuse("E-RANGE", refusal.message)
+    every = known(settings)
     arms = asked(settings, every)
     refuse_complaints(_needs(settings, arms, list(every), device))
     effects.warn(changed, idle(settings, arms))

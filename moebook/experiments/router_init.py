@@ -219,7 +219,8 @@ def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
     routed = [each for each in planned if each.start]
     if not routed:
         yield "top_k balance_weight combine length", "the dense arm has no router"
-    if all(name.endswith("_renormalised") for name in arms if name != "dense"):
+    ruled = ("_renormalised", "_scaled")
+    if all(name.endswith(ruled) for name in arms if name != "dense"):
         yield "combine", "the rule of these arms is in their names"
     quartered = [each for each in planned if each.laboratory or len(each.scored) > 1]
     if not quartered:

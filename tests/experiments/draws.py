@@ -4,6 +4,7 @@ import random
 import re
 from pathlib import Path
 
+from moebook import experiments
 from moebook.lab.run import parameters, sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,30 +72,39 @@ def smoke(name):
     return notebook.defaults | notebook.settings("smoke")
 
 
-def arms(name, known, draw):
-    """Draw arms: one, two, all, none, or one that is misspelt."""
-    names = list(known)
+def known(name):
+    """Return the arms that a notebook has at smoke, by name."""
+    module = getattr(experiments, name)
+    return module.ARMS if hasattr(module, "ARMS") else module.known(smoke(name))
+
+
+def arms(name, draw, *, affordable):
+    """Draw arms: one, two, none, one that is misspelt, or all, which take a minute."""
+    names = list(known(name))
     kind = draw.randrange(12)
-    if kind < 6:
+    if kind < 7 or (kind == 11 and affordable):
         return draw.choice(names)
     if kind < 9:
         return ",".join(draw.sample(names, 2))
-    return {9: "all", 10: f"{names[0]}x", 11: ""}[kind]
+    return {9: f"{names[0]}x", 10: "", 11: "all"}[kind]
 
 
-def changes(name, known, draw, *, affordable=False):
-    """Draw one to four of a notebook's parameters, and a value of each in its declared range."""
+def changes(name, draw, *, affordable=False):
+    """Draw one to four of a notebook's parameters, and a value of each in its declared range.
+
+    What is ``affordable`` runs within seconds at smoke.
+    """
     declared = sources.find(ROOT, name).parameters
     names = [one for one in declared if one not in ELSEWHERE]
     chosen = draw.sample(names, draw.randint(1, 4))
     if affordable and "arms" not in chosen:
-        chosen.append("arms")  # all of them at once take a minute
+        chosen.append("arms")
     if affordable and "again" in names and "again" not in chosen:
         chosen.append("again")
     found = {}
     for one in chosen:
         if one in ("arms", "again"):
-            found[one] = arms(name, known, draw)
+            found[one] = arms(name, draw, affordable=affordable)
         else:
             found[one] = value(declared[one], draw, affordable=affordable)
     parameters.check(declared, found, "-p")

@@ -1,14 +1,19 @@
 """A toy project with one notebook, whose last cell ends as a parameter or its seed says."""
 
+import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from papermill.translators import PythonTranslator
 
 from moebook import storage
+from moebook.lab.run import session, sources
 from moebook.lab.run.session import NOTE
 
 REPOSITORY = Path(storage.__file__).parents[2]
@@ -141,3 +146,39 @@ def project(tmp_path_factory, environment):
 def fresh(tmp_path):
     """A toy project of one test's own."""
     return make_project(tmp_path / "toy", *TOY)
+
+
+@pytest.fixture(scope="session")
+def recipes(tmp_path_factory):
+    """A copy of the book's notebooks beside its pools, so that nothing of it is replaced."""
+    folder = tmp_path_factory.mktemp("recipes")
+    for name in ("notebooks", "results"):
+        shutil.copytree(REPOSITORY / name, folder / name)
+    for name in ("_config.yml", "requirements.lock"):
+        shutil.copy(REPOSITORY / name, folder / name)
+    return folder
+
+
+@pytest.fixture
+def here(recipes, monkeypatch):
+    """Run all cells in this process, which has imported all libraries already."""
+    left = []
+    monkeypatch.setattr(session, "_leave", lambda _, bundle: left.append(bundle))
+    monkeypatch.chdir(recipes)
+
+    def run(name, settings):
+        cells = json.loads(sources.find(REPOSITORY, name).path.read_text())["cells"]
+        code = []
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                code.append("".join(cell["source"]))
+            if "parameters" in cell["metadata"].get("tags", []):
+                code.append(f"# Parameters\n{PythonTranslator.codify(settings)}")
+        names = {"In": []}
+        for source in code:
+            names["In"].append(source)
+            exec(source, names)
+        return left
+
+    with plt.rc_context(), warnings.catch_warnings(action="ignore"):
+        yield run

@@ -1,54 +1,33 @@
 """Every notebook of the book through papermill, with the protocols that it has."""
 
 import json
-import shutil
 import tempfile
-import warnings
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pytest
-from papermill.translators import PythonTranslator
 
 from moebook.lab import records
 from moebook.lab.records import store
-from moebook.lab.run import parameters, session, sources
-from moebook.lab.run.session import NOTE, VALUE
+from moebook.lab.run import parameters, sources
+from moebook.lab.run.session import VALUE
 
 ROOT = Path(__file__).resolve().parents[3]
 NOTEBOOKS = sources.notebooks(ROOT)
 RUN = [name for name, notebook in NOTEBOOKS.items() if not notebook.findings]
-ARMED = [name for name in RUN if "arms" in NOTEBOOKS[name].parameters]
-LONG = (
-    "rocket",
-    "rivals",
-    "together",
-)  # with a single arm: in `make soak`, the others in `make test`
 FINDINGS = [name for name in NOTEBOOKS if name not in RUN]
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """A copy of the project's recipes beside its pools, so that nothing of it is replaced."""
-    folder = tmp_path_factory.mktemp("project")
-    for name in ("notebooks", "results"):
-        shutil.copytree(ROOT / name, folder / name)
-    for name in ("_config.yml", "requirements.lock"):
-        shutil.copy(ROOT / name, folder / name)
-    return folder
-
-
 @pytest.fixture
-def run(project, forks):
+def run(recipes, forks):
     """Run a notebook as the command does; what its file holds must be what its page shows."""
 
     def by_command(name, protocol="smoke"):
         with (
             tempfile.TemporaryDirectory() as temporary
         ):  # whose name is short enough for sockets
-            forks.begin(project, temporary, "run", name, f"--on={protocol}")
+            forks.begin(recipes, temporary, "run", name, f"--on={protocol}")
             assert forks.end() == 0, forks.told.read_text()
-        (page,) = (project / "runs" / "mine" / name).glob("*.ipynb")
+        (page,) = (recipes / "runs" / "mine" / name).glob("*.ipynb")
         run = records.read_run(page.with_suffix(".parquet"))
         cells = json.loads(page.read_text())["cells"]
         outputs = [
@@ -65,50 +44,11 @@ def run(project, forks):
     return by_command
 
 
-@pytest.fixture
-def here(project, monkeypatch):
-    """Run all cells in this process, which has imported all libraries already."""
-    left = []
-    monkeypatch.setattr(session, "_leave", lambda _, bundle: left.append(bundle))
-    monkeypatch.chdir(project)
-
-    def run(name, settings):
-        cells = json.loads(NOTEBOOKS[name].path.read_text())["cells"]
-        code = []
-        for cell in cells:
-            if cell["cell_type"] == "code":
-                code.append("".join(cell["source"]))
-            if "parameters" in cell["metadata"].get("tags", []):
-                code.append(f"# Parameters\n{PythonTranslator.codify(settings)}")
-        names = {"In": []}
-        for source in code:
-            names["In"].append(source)
-            exec(source, names)
-        return left
-
-    with plt.rc_context(), warnings.catch_warnings(action="ignore"):
-        yield run
-
-
 @pytest.mark.parametrize("name", RUN)
 def test_a_notebook_runs_at_smoke_and_its_values_are_in_the_page(name, run):
     run = run(name)
     assert run.values and run.tier == "smoke"
     assert run.manifest["known_arms"] == list(run.arms), "at smoke every cell is run"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in ARMED],
-)
-def test_every_cell_of_a_notebook_runs_with_a_single_arm(name, here):
-    first = str(NOTEBOOKS[name].parameters["arms"].default).split(",")[0]
-    arm = "pems_untuned" if name == "rivals" else first  # an arm that tries no rate
-    left = here(name, NOTEBOOKS[name].settings("smoke") | {"arms": arm})
-    assert [note[NOTE]["arms"] for note in left if "arms" in note.get(NOTE, {})] == [
-        [arm]
-    ]
-    assert any(VALUE in bundle for bundle in left)
 
 
 @pytest.mark.parametrize("name", FINDINGS)

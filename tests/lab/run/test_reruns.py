@@ -1,0 +1,100 @@
+"""Notebooks rerun with other parameters: each runs to its end, or is refused before any work."""
+
+import math
+import random
+import time
+from datetime import date
+
+import pytest
+
+from moebook.errors import Refusal
+from moebook.lab.run.session import NOTE, VALUE
+from moebook.training import loop
+from tests.experiments import draws
+
+# One task or target alone, where every protocol has several.
+ONE_TASK = {
+    "pesc": {"tasks": "gcd", "arms": "sparse"},
+    "router_init": {"tasks_code": "", "tasks_text": "", "arms": "su,crsu"},
+    "rocket": {"targets": "kinship_told", "arms": "mixture,expert_lora"},
+    "esft": {"tasks": "isa", "general": "gcd", "arms": "gate,lora"},
+    "rivals": {"targets": "kinship_told", "arms": "expert_lora,smear"},
+    "together": {"tasks": "gcd", "arms": "full,lora", "again": "lora"},
+}
+DRAWS = 60  # of parameters, in `make soak`
+LATE = 5  # seconds of CPU after the imports, before which a refusal comes
+
+
+def reruns():
+    """Each arm alone, pairs of arms, and one task; all arms at once are smoke itself."""
+    cases = list(ONE_TASK.items())
+    for name in draws.NOTEBOOKS:
+        names = list(draws.known(name))
+        draw = random.Random(f"pairs/{name}")
+        pairs = [",".join(draw.sample(names, 2)) for _ in range(3)]
+        alone = {"again": ""} if name == "together" else {}
+        cases += [(name, {"arms": arms, **alone}) for arms in [*names, *pairs]]
+    return cases
+
+
+RERUNS = reruns()
+TODAY = random.Random(f"{date.today()}")
+
+
+def some_for_soak(cases):
+    """Mark all but one of the cases, another each day, for `make soak`."""
+    today = TODAY.randrange(len(cases))
+    soak = pytest.mark.soak
+    return [
+        pytest.param(case, id=str(case), marks=[] if place == today else [soak])
+        for place, case in enumerate(cases)
+    ]
+
+
+@pytest.fixture
+def rerun(here, monkeypatch):
+    """Run a notebook at smoke with changed parameters; return the refusal, or None."""
+    trained = []
+    make = loop.make_optimizer
+
+    def counted(*given):
+        trained.append(given)
+        return make(*given)
+
+    monkeypatch.setattr(loop, "make_optimizer", counted)
+
+    def run(name, changed):
+        began = time.process_time()
+        try:
+            left = here(name, draws.smoke(name) | changed)
+        except Refusal as refusal:
+            assert not trained, f"refused after a training: {refusal}"
+            spent = time.process_time() - began
+            assert spent < LATE, f"refused after {spent:.0f} s: {refusal}"
+            return refusal
+        values = [bundle[VALUE]["value"] for bundle in left if VALUE in bundle]
+        assert values and all(map(math.isfinite, values))
+        (arms,) = [
+            bundle[NOTE]["arms"] for bundle in left if "arms" in bundle.get(NOTE, {})
+        ]
+        asked = changed.get("arms", "all")
+        assert asked == "all" or sorted(arms) == sorted(asked.split(","))
+        return None
+
+    return run
+
+
+@pytest.mark.parametrize("case", some_for_soak(RERUNS))
+def test_an_arm_alone_two_arms_and_one_task_run(case, rerun):
+    name, changed = case
+    assert rerun(name, changed) is None
+
+
+@pytest.mark.parametrize("number", some_for_soak(range(DRAWS)))
+def test_drawn_parameters_run_or_are_refused_before_any_work(number, rerun):
+    name = draws.NOTEBOOKS[number % len(draws.NOTEBOOKS)]
+    try:
+        changed = draws.changes(name, draws.by_number(number), affordable=True)
+    except Refusal:
+        return  # outside of what is declared: refused where parameters are read
+    rerun(name, changed)
