@@ -9,6 +9,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+__all__ = [
+    "Refusal",
+]
+
 LONGEST = 2000  # characters of a message
 SYSTEM = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EIO), "E-DISK")
 SYSTEM |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "E-PERM")

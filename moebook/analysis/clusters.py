@@ -19,6 +19,12 @@ from moebook.errors import refuse
 from moebook.kernels.dispatch import indices, shapes
 from moebook.settings import FINITE, Each, Seed, checked
 
+__all__ = [
+    "panels",
+    "project",
+    "purity",
+]
+
 NEIGHBOURS = 15  # umap-learn's own default
 Plane = npt.NDArray[np.float32]
 Method = Literal["umap", "pca"]

@@ -22,9 +22,25 @@ from moebook.nn.batch import check_batch
 from moebook.nn.routing import Decision
 from moebook.settings import Each, checked
 
+__all__ = [
+    "activated",
+    "consistency",
+    "decisions",
+    "gradients",
+    "logit_scale",
+    "overall",
+    "reach",
+    "real_decisions",
+    "statistics",
+    "summary",
+]
+
 
 def logit_scale(logits: Tensor) -> float:
-    """Standard deviation of a token's logits ``[T, E]`` over experts, RMS over T."""
+    """Standard deviation of a token's logits ``[T, E]`` over experts, RMS over T.
+
+    A number without unit: the larger, the surer the router.
+    """
     shapes("logit_scale", {"logits": (logits, "... T E")}, empty="")
     centred = logits.double() - logits.double().mean(-1, keepdim=True)
     return float(centred.square().mean().sqrt())
@@ -65,6 +81,8 @@ def statistics(
     model: nn.Module, batches: Iterable[Mapping[str, Tensor]]
 ) -> pd.DataFrame:
     """Measure every router, ours or of transformers, over some text, padding left out.
+
+    Batches hold ``input_ids`` and ``attention_mask`` ``[B, T]``.
 
     Returns:
         One row a layer: ``scale`` (see `logit_scale`), ``entropy`` of a token's
@@ -141,7 +159,10 @@ def _gradients(
 def summary(
     model: nn.Module, batches: Iterable[Mapping[str, Tensor]], batch: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Summarise all routers: means of `statistics` over layers, norm of `gradients`."""
+    """Summarise all routers: means of `statistics` over layers, norm of `gradients`.
+
+    Batches hold ``input_ids [B, T]``; the norm is of the loss in nats a token.
+    """
     means = statistics(model, batches)[["scale", "entropy", "load_entropy"]].mean()
     norm = np.linalg.norm(gradients(model, batch).gradient)
     return {"gradient": float(norm), **means.to_dict()}
@@ -170,6 +191,8 @@ def activated(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> Tens
 def consistency(checkpoints: Each[Tensor]) -> pd.DataFrame:
     """Compare the experts that tokens activate at checkpoints by the Jaccard index.
 
+    Checkpoints are of `activated`, ``[L, T, E]`` over the same tokens.
+
     For a token and layer, ``|A and B| / |A or B|`` of the sets of activated experts,
     averaged over tokens and over all pairs of checkpoints (router initialisation, Sec.
     5.3.3, which leaves open which are compared). With K = 1 the mean is the share of
@@ -193,7 +216,10 @@ def consistency(checkpoints: Each[Tensor]) -> pd.DataFrame:
 
 
 def overall(watched: Mapping[int, Tensor], steps: Iterable[int]) -> float:
-    """Average `consistency` over layers, of what was `activated` (Table 6)."""
+    """Average `consistency` over layers, a share of what was `activated` (Table 6).
+
+    ``watched`` is by step, ``[L, T, E]`` each.
+    """
     checkpoints = []
     for step in steps:
         if step not in watched:
@@ -213,6 +239,9 @@ def real_decisions(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Decisi
 
 
 def decisions(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Decision]:
-    """Each router's decisions by layer number; the decoder runs, without the head."""
+    """Each router's decisions by layer number; the decoder runs, without the head.
+
+    The batch holds ``input_ids [B, T]``; a decision has ``logits [T, E]`` and ``ids [T, K]``.
+    """
     routers = {layer.index: layer.router for layer in sparse_layers(model)}
     return observe(anatomy(model).decoder, routers, batch)

@@ -15,6 +15,16 @@ from moebook.errors import refuse, refuse_unknown
 from moebook.nn import observe, routers
 from moebook.settings import Count, checked, columns
 
+__all__ = [
+    "contrast",
+    "load",
+    "panels",
+    "shares",
+    "specialisation",
+    "stacks",
+    "summary",
+]
+
 KEYS = ["layer", "router"]  # what a router is known by: a layer may have several
 TOLERANCE = 1e-6  # by which the shares of a domain and router may miss 1
 

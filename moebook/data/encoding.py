@@ -54,6 +54,13 @@ def encode(
     tokens are left out and reported by a warning (W-LONG). Without one all stay, and
     training refuses those that are too long for its model. Returns columns input_ids,
     labels (-100 on the prompt) and length (tokens).
+
+    >>> from moebook import models
+    >>> _, tokenizer = models.load("nano")
+    >>> line = encode([{"prompt": "1 + 1 =", "answer": "2"}], tokenizer)[0]
+    >>> learnt = [label for label in line["labels"] if label != IGNORED]
+    >>> tokenizer.decode(learnt, skip_special_tokens=True)
+    '2'
     """
     if max_length is not None and max_length < 2:
         refuse("E-RANGE", f"max_length is {max_length}, expected at least 2 tokens")

@@ -25,6 +25,15 @@ from moebook.errors import nearest, refuse, refuse_unknown
 from moebook.settings import NAMED, Place, checked
 from moebook.storage import formed
 
+__all__ = [
+    "contents",
+    "folder",
+    "load",
+    "mixture",
+    "pins",
+    "shards",
+]
+
 with formed(Path(__file__).with_name("catalogue.yaml")) as _FILE:
     CATALOGUE = {name: Source(**entry) for name, entry in _FILE["sets"].items()}
     MIXTURES: dict[str, dict[str, int]] = _FILE["mixtures"]

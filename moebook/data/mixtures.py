@@ -26,7 +26,12 @@ PASSAGES = {  # domain: a file that ships, and the fields of its rows
 
 @checked
 def mixture(sizes: Mapping[str, int], split: str, seed: int = 0) -> list[Row]:
-    """Draw rows of several tasks, so many of each, and shuffle them by the seed."""
+    """Draw rows of several tasks, so many of each, and shuffle them by the seed.
+
+    >>> rows = mixture({"gcd": 2, "isa": 1}, "train")
+    >>> sorted(row["task"] for row in rows)
+    ['gcd', 'gcd', 'isa']
+    """
     if not sizes:
         expected = "expected at least one, as {'gcd': 200}"
         refuse("E-DATA", f"the mixture names no task; {expected}")
@@ -87,7 +92,13 @@ def hold_out(rows: Sequence[Row], size: Count) -> tuple[list[Row], list[Row]]:
 def refuse_leak(
     train: Iterable[Mapping[str, str]], evaluation: Iterable[Mapping[str, str]]
 ) -> None:
-    """Refuse evaluation rows whose prompts were trained on (E-LEAK with the count)."""
+    """Refuse evaluation rows whose prompts were trained on (E-LEAK with the count).
+
+    >>> refuse_leak([{"prompt": "1 + 1 ="}], [{"prompt": "2 + 2 ="}])
+    >>> refuse_leak([{"prompt": "1 + 1 ="}], [{"prompt": " 1 + 1 ="}])
+    Traceback (most recent call last):
+    moebook.errors.Refusal: E-LEAK: 1 of 1 evaluation prompts are among the training prompts...
+    """
     held_out = hashes(evaluation)
     shared = hashes(train) & held_out
     if shared:

@@ -100,6 +100,11 @@ def evaluate(
     ``programs`` are ``sampling`` and ``keep`` of `code.rows`, of HumanEval and MBPP
     alone.
 
+    >>> from moebook import models
+    >>> table = evaluate(*models.load("nano"), "gcd", limit=2)
+    >>> table[["task", "item", "chance"]].shape
+    (2, 3)
+
     Returns:
         One row an item: ``task``; ``domain`` (``benchmark`` for the hub's); ``item``,
         its number; ``correct``, 0 or 1, or pass@k; ``nll``, the gold answer's nats a

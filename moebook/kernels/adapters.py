@@ -44,6 +44,12 @@ def adapters(
     ``h``; ``down [E, D, R]`` and ``up [E, R, D]`` are used in the dtype of ``h``. ``scale``
     is a number, or a tensor of one, which then has a gradient. ``impl`` is ``"auto"``,
     ``"torch"`` (products by pair of adapters), ``"triton"`` (for K = 2) or ``"reference"``.
+
+    >>> from moebook.kernels import route
+    >>> h, routing = torch.ones(3, 4), route(torch.zeros(3, 2), top_k=1)
+    >>> down, up = torch.ones(2, 4, 1), torch.zeros(2, 1, 4)
+    >>> torch.equal(adapters(h, routing, down, up), h)  # ``up`` starts at zero
+    True
     """
     source = h if source is None else source
     inputs = {

@@ -37,6 +37,10 @@ def balance_loss(
     which averages the same gates by token: p is 1/K, so the value is ``E / K`` and the
     gradient zero but for rounding. ``impl`` is ``"auto"``, ``"torch"`` (counts) or
     ``"reference"``.
+
+    >>> logits = torch.zeros(4, 2)
+    >>> balance_loss(logits, torch.tensor([[0], [1], [0], [1]])).item()
+    1.0
     """
     named = {"logits": (logits, "T E"), "ids": (ids, "T K", "int")}
     if mask is not None:

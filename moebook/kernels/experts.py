@@ -44,6 +44,12 @@ def experts(
     ``act`` is elementwise (SiLU in Mixtral, OLMoE, DeepSeek, Qwen3-MoE). ``impl`` is ``"auto"``,
     ``"torch"`` (a product per expert and direction), ``"triton"`` (for SiLU) or ``"reference"``
     (every expert on every token, masked).
+
+    >>> from moebook.kernels import route
+    >>> x, logits = torch.ones(3, 2), torch.zeros(3, 4)
+    >>> bank = Bank(gate_up=torch.ones(4, 2 * 5, 2), down=torch.ones(4, 2, 5))
+    >>> experts(x, route(logits, top_k=2), bank, torch.relu)[0].tolist()
+    [20.0, 20.0]
     """
     weights = {"gate_up": (bank.gate_up, "E 2F D"), "down": (bank.down, "E D F")}
     shapes("experts", {"x": (x, "T D"), **weights, **routing.named()})

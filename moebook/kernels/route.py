@@ -100,6 +100,12 @@ def route(
     Mixtral): the weights of a token sum to 1. ``"probability"`` is the softmax over all E logits,
     read at the kept ones (Switch, router-initialisation Eq. 2): they sum to less than 1. ``impl``
     is ``"auto"``, ``"torch"`` (K maxima), ``"triton"`` or ``"reference"`` (a stable sort).
+
+    >>> routing = route(torch.tensor([[2.0, 0.0, 2.0], [0.0, 3.0, 1.0]]), top_k=2)
+    >>> routing.ids.tolist()
+    [[0, 2], [1, 2]]
+    >>> routing.weights[0].tolist()
+    [0.5, 0.5]
     """
     sizes = shapes("route", {"logits": (logits, "T E")})
     natural("route", "top_k", top_k, sizes["E"], "the experts")

@@ -3,3 +3,12 @@
 from moebook.models.anatomy import Anatomy, anatomy, register_experts
 from moebook.models.checkpoint import fingerprint
 from moebook.models.load import load, provenance
+
+__all__ = [
+    "Anatomy",
+    "anatomy",
+    "fingerprint",
+    "load",
+    "provenance",
+    "register_experts",
+]

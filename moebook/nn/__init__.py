@@ -11,3 +11,20 @@ from moebook.nn.experts import (
 )
 from moebook.nn.passes import PLAIN, evaluating, plain, settle
 from moebook.nn.routing import Router, Trace, balance, hooked, observe, routers
+
+__all__ = [
+    "AdapterMoE",
+    "Adapters",
+    "Dropout",
+    "ExpertMoE",
+    "Experts",
+    "Router",
+    "SplitExperts",
+    "Trace",
+    "balance",
+    "dropout",
+    "evaluating",
+    "observe",
+    "plain",
+    "routers",
+]

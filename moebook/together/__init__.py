@@ -10,3 +10,18 @@ from moebook.together.arms import PAIRS, Arm, Trained, arms, bank_rank, train
 from moebook.together.budget import KINDS
 from moebook.together.measuring import costs, forgotten, stored, texts, transfer
 from moebook.together.setup import Config, Setup
+
+__all__ = [
+    "Arm",
+    "Config",
+    "Setup",
+    "Trained",
+    "arms",
+    "bank_rank",
+    "costs",
+    "forgotten",
+    "stored",
+    "texts",
+    "train",
+    "transfer",
+]

@@ -10,5 +10,15 @@ from moebook.training.precision import widen
 from moebook.training.recipe import Recipe
 from moebook.training.recomputing import recompute
 
+__all__ = [
+    "History",
+    "Recipe",
+    "fit",
+    "nats",
+    "recompute",
+    "step_memory",
+    "widen",
+]
+
 if parse_flag_from_env("ACCELERATE_USE_FSDP"):  # accelerate's launcher was told of FSDP
     from moebook.training.sharding import fit

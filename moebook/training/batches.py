@@ -159,7 +159,14 @@ def fixed(
 
 @torch.no_grad()
 def nats(model: nn.Module, rows: Rows, *, pad_id: int = 0, batch: int = 32) -> float:
-    """Return the mean negative log-likelihood of the rows' labels, nats a token; dropout is off."""
+    """Return the mean negative log-likelihood of the rows' labels, nats a token; dropout is off.
+
+    >>> from moebook import data, models
+    >>> model, tokenizer = models.load("nano")
+    >>> rows = data.encode(data.mixture({"sums": 8}, "test"), tokenizer)
+    >>> 0 < nats(model, rows, pad_id=tokenizer.pad_token_id) < 8
+    True
+    """
     device, total = next(model.parameters()).device, 0.0
     batches = Batches(rows, batch, seed=0, pad_id=pad_id)
     batches.check(vocabulary(model), longest(model))

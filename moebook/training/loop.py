@@ -79,6 +79,13 @@ def fit(
     milestones and at the end), and training goes on from the newest of the same run; a notebook
     under `moebook run` has one unasked (`training.checkpoints`). ``recipe`` holds fields of
     `Recipe`. A loss or gradient that is not finite is refused before it moves a parameter.
+
+    >>> from moebook import data, models
+    >>> model, tokenizer = models.load("nano")
+    >>> rows = data.encode(data.mixture({"sums": 8}, "train"), tokenizer)
+    >>> history = fit(model, rows, steps=2, batch=4, lr=1e-3, pad_id=tokenizer.pad_token_id)
+    >>> len(history.loss)
+    2
     """
     plan = Recipe(**recipe)
     if output is not None and not os.fspath(output).strip():

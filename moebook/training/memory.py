@@ -31,7 +31,7 @@ def step_memory(model: nn.Module, batch: Mapping[str, Tensor]) -> StepMemory:
     """Count the bytes of a training step with AdamW by one pass ``model(**batch)``, in its mode.
 
     What trains becomes float32 or wider first, as in `fit`. The model may be any module; a batch
-    of token ids is checked.
+    of token ids ``[B, T]`` is checked.
     """
     if hasattr(
         model, "get_input_embeddings"

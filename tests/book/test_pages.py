@@ -393,6 +393,7 @@ def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(p
     ):
         assert fact in page
     assert "accelerator" not in page and "numbers mean nothing" not in page
+    assert "[reference](../reference_methods_pesc.md)" in page
     live = pages.badge(_ran(3, "smoke"), project)
     assert "numbers mean nothing" in live
     assert "Full-size runs: nano (2 seeds)" in live

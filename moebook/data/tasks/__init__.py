@@ -17,6 +17,16 @@ from moebook.data.tasks.task import SPLITS, TEST, VALIDATION, Task
 from moebook.errors import refuse_unknown
 from moebook.storage import digest, formed
 
+__all__ = [
+    "KNOWN",
+    "Item",
+    "Task",
+    "find",
+    "known",
+    "majority",
+    "rows",
+]
+
 
 def _catalogue(entries: Mapping[str, Any]) -> dict[str, Task]:
     catalogue = {}

@@ -112,6 +112,7 @@ class Task:
         >>> task = Task.from_jsonl(file)
         >>> task.name, task.available("all"), task.max_new_tokens
         ('own_teams', 1, 8)
+        >>> folder.cleanup()
 
         Raises:
             Refusal: E-DATA with file and line for a row of another form; E-NOFILE;

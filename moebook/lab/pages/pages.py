@@ -385,8 +385,27 @@ def accelerated(folder: Path) -> str:
     return page("accelerated", steps=steps)
 
 
+REFERENCE = {
+    "bases": "models",
+    "pesc": "methods_pesc",
+    "router_init": "methods_upcycling",
+    "rocket": "methods_rocket",
+    "rivals": "methods_rivals",
+    "esft": "methods_esft",
+    "routing": "analysis",
+    "together": "together",
+    "kernels": "kernels",
+}
+"""Notebook to the page of the reference with the functions that it calls."""
+ABBREVIATIONS = (" Alg.", " App.", " Eq.", " Fig.", " Sec.", "(Eq.", "(Sec.", "(App.")
+"""What ends no sentence in a docstring: the reference's tables show the first one."""
+
+
 def setup(app: Any) -> dict[str, Any]:
     """Connect to Sphinx."""
+    from sphinx.ext import autosummary  # which a page of findings does without
+
+    autosummary.WELL_KNOWN_ABBREVIATIONS += ABBREVIATIONS
     app.connect("builder-inited", _complete)
     app.connect("source-read", _insert)
     app.connect("html-page-context", _mend, priority=900)  # after all who add scripts
@@ -453,4 +472,6 @@ def badge(run: Run, folder: Path) -> str:
         f"[the findings]({pages[0].name})" if pages else "[the records](../records.md)"
     )
     pools = store.pools(run.notebook, folder, read=records.runs.read_head)
-    return "\n" + page("badge", run=run, facts=facts, pools=pools, where=where)
+    reference = REFERENCE.get(run.notebook, "")
+    parts = {"pools": pools, "where": where, "reference": reference}
+    return "\n" + page("badge", run=run, facts=facts, **parts)

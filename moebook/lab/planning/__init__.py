@@ -13,5 +13,17 @@ from moebook.lab.planning.cost import (
 from moebook.lab.planning.dry import Size, Training, dry_run, size
 from moebook.lab.planning.tally import Tally
 
+__all__ = [
+    "Machine",
+    "Plan",
+    "Size",
+    "Training",
+    "dry_run",
+    "machine",
+    "methods",
+    "plan",
+    "size",
+]
+
 RECORDS = "results/plan"
 """Folder of the papers' plans, and of what was measured, a file a machine."""

@@ -143,6 +143,11 @@ def plan(training: Training, on: Machine, **assumed: Any) -> Plan:
     """Plan a training on a machine: as it is, and with the smallest change that makes it fit.
 
     ``assumed`` are fields of `Assumed`. What GPUs say to one another is no part of the time.
+
+    >>> from moebook import planning
+    >>> training = Training("nano", planning.methods.full(), length=64, batch=8, steps=100)
+    >>> plan(training, machine("h100")).fits
+    True
     """
     given = Assumed(**assumed)
     rows = math.ceil(training.batch / (on.count * training.accumulate))

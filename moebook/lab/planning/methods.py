@@ -19,6 +19,16 @@ from moebook.methods import upcycling as upcycled
 from moebook.models.anatomy import sparse_layers
 from moebook.models.skeleton import configuration, skeleton
 
+__all__ = [
+    "Method",
+    "esft",
+    "full",
+    "lora",
+    "mixture",
+    "pesc",
+    "upcycling",
+]
+
 Q_AND_V = ("q_proj", "v_proj")  # what the LoRAs of Rocket's bank adapt (Table 12)
 
 

@@ -42,3 +42,26 @@ from moebook.methods.esft.config import Config
 from moebook.methods.esft.grouping import cooccurrence, group, partition
 from moebook.methods.esft.replay import published, replay
 from moebook.methods.esft.score import Scores, measure, samples
+
+__all__ = [
+    "Config",
+    "Scores",
+    "Selection",
+    "cooccurrence",
+    "group",
+    "load",
+    "measure",
+    "merge",
+    "mix",
+    "partition",
+    "published",
+    "random_selection",
+    "replay",
+    "restore",
+    "round_trip",
+    "samples",
+    "save",
+    "select",
+    "specialise",
+    "trained",
+]

@@ -42,6 +42,12 @@ def specialise(model: nn.Module, selection: Selection) -> nn.Module:
     gradient is still moved by weight decay. So the chosen experts become a parameter of their own,
     ``[N, ...]``, and the host's gets neither gradient nor optimizer state. Hosts are mixtures with
     fused gated experts (Mixtral, DeepSeek, OLMoE, Qwen, or upcycled here).
+
+    >>> from moebook import models
+    >>> model, _ = models.load("nano-moe")
+    >>> chosen = Selection(experts={1: (0,), 2: (3,), 3: (1,)})
+    >>> [len(part) for part in trained(specialise(model, chosen)).values()]
+    [1, 1, 1, 1, 1, 1]
     """
     if checkpoint.origin_or_none(model, Origin):
         refuse(

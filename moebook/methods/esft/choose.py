@@ -79,6 +79,11 @@ def select(
     Among equal scores the lower number comes first; each layer gets at least one expert. A total
     that misses p by rounding (of ``decimals``, or in float64) counts as p, one that misses it by
     more is refused. With ``groups`` by layer, whole groups are taken by their members' sums.
+
+    >>> shares = {0: torch.tensor([0.5, 0.1, 0.4])}
+    >>> scores = Scores(token=shares, gate=shares)
+    >>> dict(select(scores, Config(threshold=0.9)).experts)
+    {0: (0, 2)}
     """
     rows = scores.token if config.score == "token" else scores.gate
     if groups is not None:

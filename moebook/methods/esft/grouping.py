@@ -64,10 +64,10 @@ def similarity(cooccurrence: Tensor) -> NDArray[np.int64]:
 def partition(cooccurrence: Annotated[Tensor, FINITE], size: int) -> tuple[Group, ...]:
     """Split experts into groups, greedily the most alike first (Appendix C).
 
-    Two experts are as alike as the cosine of their rows in the co-occurrence matrix; an unused one
-    is like none. Of all groups of the given size among the experts left, that with the largest mean
-    pairwise similarity is taken, of equal ones the first by numbers. More than `LARGEST_SEARCH`
-    are refused.
+    Two experts are as alike as the cosine of their rows in the co-occurrence matrix ``[E, E]``; an
+    unused one is like none. Of all groups of the given size among the experts left, that with the
+    largest mean pairwise similarity is taken, of equal ones the first by numbers. More than
+    `LARGEST_SEARCH` are refused.
     """
     shapes("partition", {"cooccurrence": (cooccurrence, "E E")}, empty="")
     _check_size(size, len(cooccurrence))
@@ -90,7 +90,8 @@ def group(
 
     The gate vector of a group is the mean of its members', and one parameter from then on: a token
     takes a whole group or none of it, and still K experts, of K / size groups. The softmax stays
-    over all E experts, so members have equal gates. Returns groups by layer, for `select`.
+    over all E experts, so members have equal gates. ``counts`` are of `cooccurrence`, ``[E, E]`` a
+    layer, ``size`` is experts a group. Returns groups by layer, for `select`.
     """
     layers = sparse_layers(model)
     if origin_or_none(model, Origin) is not None:

@@ -22,3 +22,18 @@ from moebook.methods.pesc.measuring import (
     matched,
     printed_sizes,
 )
+
+__all__ = [
+    "Config",
+    "adapter_norm",
+    "approximation_error",
+    "balance_loss",
+    "counts",
+    "craft",
+    "full_experts",
+    "load",
+    "matched",
+    "prepare",
+    "save",
+    "trained",
+]

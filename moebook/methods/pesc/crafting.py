@@ -103,6 +103,12 @@ def prepare(model: nn.Module, config: Config, *, sparse: bool = True) -> nn.Modu
     Camelidae is ``sparse=True``; Camel, the dense arm, is ``sparse=False``: no adapters. Afterwards
     exactly what `trained` lists requires a gradient. With ``host="qlora"`` linear layers of the
     decoder are NF4, doubly quantised, and compute in the host's dtype.
+
+    >>> from moebook import models
+    >>> config = Config(experts=2, top_k=2, adapter_width=4, host="frozen")
+    >>> model = prepare(models.load("nano")[0], config)
+    >>> sum(part.numel() for part in trained(model, config).values())
+    9216
     """
     base = checkpoint.fingerprint(model)
     return assemble(model, Origin(config=config, sparse=sparse, base=base))

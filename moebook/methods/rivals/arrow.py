@@ -23,6 +23,12 @@ from moebook.methods.rivals.tuning import Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
 from moebook.settings import Count, Positive, Presets, settings
 
+__all__ = [
+    "Config",
+    "load",
+    "tuned",
+]
+
 
 @settings
 class Config(Presets):

@@ -34,6 +34,12 @@ from moebook.methods.rivals.tuning import Cost, Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
 from moebook.settings import Count, Presets, Seed, Size, checked, settings
 
+__all__ = [
+    "Config",
+    "search",
+    "tuned",
+]
+
 Loss = Callable[[np.ndarray], float]
 # |w_i| at most; of the penalty; of the first probes.
 BOX, STRENGTH, STEP = (
@@ -52,7 +58,7 @@ class Config(Presets):
 
     Attributes:
         optimiser: SciPy's COBYLA (what the released code comes to), or CMA-ES by nevergrad (paper).
-        penalty: 0.05 times the mean of |w_i| (released) or their sum (paper, unverified).
+        penalty: 0.05 times the mean of ``|w_i|`` (released) or their sum (paper, unverified).
         loss: Mean nats, or mean nats over ``batch``, as released, where the penalty so weighs
             ``batch`` times as much.
         budget: Evaluations of the loss; COBYLA may stop earlier, when it has converged.

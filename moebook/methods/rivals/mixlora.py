@@ -33,6 +33,13 @@ from moebook.models.anatomy import GATED, anatomy, beside, dense_layers
 from moebook.settings import Count, Positive, Presets, Seed, Share, checked, settings
 from moebook.training.loop import Penalty
 
+__all__ = [
+    "Config",
+    "load",
+    "penalty",
+    "tuned",
+]
+
 Factors = tuple[nn.Parameter, nn.Parameter]
 ATTENTION, TABLE_12 = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_proj", "v_proj")
 

@@ -35,6 +35,13 @@ from moebook.nn.batch import vocabulary
 from moebook.settings import Count, Positive, Presets, checked, settings
 from moebook.training.batches import Batches
 
+__all__ = [
+    "Config",
+    "fisher",
+    "fishers",
+    "tuned",
+]
+
 Fisher = Mapping[str, Tensor]  # of A and B, by "<path>.A" and "<path>.B"
 
 
@@ -108,7 +115,8 @@ def fisher(
     """Estimate the Fisher information's diagonal at a LoRA's own A and B, on rows with answers.
 
     ``F = E (d log p(y | x) / d theta)^2``; see `Config` for ``form``. Dropout is off (released: on)
-    and labels are not smoothed (released: by 0.1).
+    and labels are not smoothed (released: by 0.1). Returns float64, nats squared, in
+    the shapes of the factors by their names: ``A [R, in]``, ``B [out, R]``.
     """
     if lora.idle:
         why = "has B = 0, where the gradient of A is 0"
@@ -153,7 +161,10 @@ def fisher(
 def fishers(
     model: nn.Module, bank: Bank, data: Data, config: Config
 ) -> dict[str, dict[str, Tensor]]:
-    """Embed every LoRA of the bank by its Fisher on its own rows: once for all targets."""
+    """Embed every LoRA of the bank by its Fisher on its own rows: once for all targets.
+
+    Returns `fisher` of each by name: ``A [R, in]`` and ``B [out, R]`` a module.
+    """
     sets = {name: data.source(name) for name in bank}
     return {
         n: fisher(model, bank[n], rows, form=config.fisher) for n, rows in sets.items()

@@ -21,6 +21,11 @@ from moebook.methods.rivals.tuning import Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
 from moebook.settings import Positive, Presets, settings
 
+__all__ = [
+    "Config",
+    "tuned",
+]
+
 
 @settings
 class Config(Presets):

@@ -15,7 +15,7 @@ from moebook.methods.rocket.config import Config
 from moebook.models.checkpoint import origin
 from moebook.settings import Seed, checked
 
-__all__ = ["Config", "tuned"]
+__all__ = ["tuned"]
 
 
 @checked

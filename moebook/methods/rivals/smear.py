@@ -36,6 +36,13 @@ from moebook.methods.rivals.tuning import Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
 from moebook.settings import Positive, Presets, Share, settings
 
+__all__ = [
+    "Config",
+    "load",
+    "prompted",
+    "tuned",
+]
+
 _AUTHORS = {"start": "random", "norm": "both", "expert_dropout": 0.1}
 
 

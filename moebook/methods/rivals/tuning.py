@@ -40,6 +40,14 @@ from moebook.models.anatomy import beside
 from moebook.nn import evaluating, hooked
 from moebook.settings import Seed, checked, settings
 
+__all__ = [
+    "Cost",
+    "Data",
+    "Origin",
+    "Tuned",
+    "load",
+]
+
 Weigh = Callable[[str, nn.Module], nn.Module]
 """Makes the part of `Mixed` that gives the weights, for a layer's path and the layer."""
 

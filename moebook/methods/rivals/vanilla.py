@@ -16,6 +16,11 @@ from moebook.methods.rivals.tuning import Cost, Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
 from moebook.settings import Presets, settings
 
+__all__ = [
+    "Config",
+    "tuned",
+]
+
 
 @settings
 class Config(Presets):

@@ -17,3 +17,15 @@ from moebook.methods.rocket import (
 )
 from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.mixture import load, save
+
+__all__ = [
+    "Config",
+    "augmentation",
+    "bank",
+    "load",
+    "loras",
+    "mixture",
+    "save",
+    "scoring",
+    "selection",
+]

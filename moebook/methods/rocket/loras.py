@@ -36,6 +36,15 @@ from moebook.models.anatomy import beside
 from moebook.settings import FINITE, Positive, record, settings
 from moebook.storage import read_json
 
+__all__ = [
+    "Lora",
+    "attached",
+    "check_fits",
+    "folders",
+    "read",
+    "write",
+]
+
 SETTINGS, TENSORS, PICKLE = (
     "adapter_config.json",
     "adapter_model.safetensors",

@@ -20,6 +20,15 @@ from moebook.nn import Router
 from moebook.nn.lora_mixture import LoraMixture
 from moebook.settings import settings
 
+__all__ = [
+    "build",
+    "load",
+    "only",
+    "remove",
+    "save",
+    "trained",
+]
+
 
 @settings
 class Origin(checkpoint.Origin):

@@ -42,6 +42,16 @@ from moebook.nn import evaluating
 from moebook.runtime import progress
 from moebook.settings import checked
 
+__all__ = [
+    "accuracy",
+    "draw",
+    "expand",
+    "generate",
+    "log_perplexity",
+    "scores",
+    "write_rationales",
+]
+
 Bank = Mapping[str, Lora]
 Row = Mapping[str, str]
 Item = Mapping[str, Any]

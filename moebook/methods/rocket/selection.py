@@ -22,6 +22,13 @@ from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora, check_alike
 from moebook.settings import checked, columns
 
+__all__ = [
+    "Selection",
+    "diversity",
+    "select",
+    "similarity",
+]
+
 Ranking = Literal["perplexity", "accuracy", "diversity"]
 RANKINGS: dict[Ranking, str] = {
     "perplexity": "R_P",
@@ -117,6 +124,14 @@ def select(
     M least sums are the candidates; R_D ranks all groups of N candidates by diversity from the
     largest; the group with the least total wins. Equal values share a rank (1, 2, 2, 4); equal sums
     are settled by name. Takes `scoring.scores` and `similarity`; ``rankings`` count (Table 2).
+
+    >>> names = ["a", "b", "c"]
+    >>> found = {"log_perplexity": [1.0, 2.0, 9.0], "accuracy": [0.9, 0.8, 0.1]}
+    >>> scores = pd.DataFrame(found, index=names)
+    >>> cosines = pd.DataFrame(np.eye(3), names, names)
+    >>> config = Config(candidates=2, experts=2, top_k=1)
+    >>> select(scores, cosines, config).experts
+    ('a', 'b')
     """
     if len(scores) < config.candidates:
         have = f"the bank has {len(scores)} scored LoRAs, candidates (M) is {config.candidates}"

@@ -32,3 +32,22 @@ from moebook.methods.upcycling.upcycling import (
     step_zero,
     upcycle,
 )
+
+__all__ = [
+    "Config",
+    "balance_loss",
+    "batches",
+    "clouds",
+    "collect",
+    "crsu",
+    "export",
+    "hardest",
+    "load",
+    "prompted",
+    "save",
+    "scaled",
+    "step_zero",
+    "su",
+    "trsu",
+    "upcycle",
+]

@@ -60,6 +60,10 @@ def su(
 
     ``"normal"`` is N(0, 0.02^2) (OLMoE, transformers' default); ``"kaiming"`` uniform within
     1/sqrt(D) (``nn.Linear``); ``"wide"`` N(0, 1) (mergekit), nearly one-hot.
+
+    >>> from moebook import models
+    >>> su(models.load("nano")[0], experts=4).weights.shape
+    torch.Size([4, 4, 128])
     """
     host = anatomy(model)
     shape = (len(host.layers), experts, host.hidden)

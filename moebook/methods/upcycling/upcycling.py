@@ -88,6 +88,11 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     replace it, behind a linear router that reads its (normed) input in float32 or wider; without a
     ``start`` it is SU's, N(0, 0.02^2). What is new requires a gradient; the rest stays (the paper
     trains it all). W-ROUTER warns where, with K = 1, a norm stops them learning.
+
+    >>> from moebook import models
+    >>> model = upcycle(models.load("nano")[0], Config(experts=2, top_k=2))
+    >>> anatomy(model).layers[0].count
+    2
     """
     host = anatomy(model)
     layers = dense_layers(host, config.layers, "upcycling")
@@ -151,7 +156,9 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
     """Return ``alpha * N * sum_i f_i P_i``, summed over sparse layers, of the last pass (Eq. 3, 4).
 
     f_i counts each token's first choice (the argmax of Eq. 4, also with K = 2). Correction: in
-    Eq. 4 f and P sum to B; here both are shares of the batch's real tokens.
+    Eq. 4 f and P sum to B; here both are shares of the batch's real tokens, those where
+    ``attention_mask [B, T]`` is 1. A scalar with a gradient; a layer adds alpha where its loads are
+    even, and alpha * N where one expert takes all.
     """
     weight = checkpoint.origin(model, Origin).config.balance_weight
     return weight * balance(mnn.routers(model), attention_mask, first=True)
@@ -166,7 +173,8 @@ def step_zero(
     """Measure how much loss upcycling costs, and how much gradient reaches the routers.
 
     One row by rule (Eq. 2's and Mixtral's), experts per token (1 and 2) and start: ``loss``, nats
-    per token above the dense model's, and ``gradient``, the Euclidean norm over all routers.
+    per token above the dense model's, and ``gradient``, the Euclidean norm over all routers. The
+    batch holds ``input_ids`` and ``labels`` ``[B, T]``.
     """
     check_batch("step_zero", dense, batch, needs=["labels"])
     batch = send_to_device(batch, dense.device)

@@ -1,0 +1,112 @@
+"""The reference's pages, one a package: `python -m recipes.reference` writes book/reference*.md.
+
+What is public is what ``__all__`` of a package names, and of the modules that it names. The pages
+hold tables of these, but for constants, which autosummary would describe by their types; Sphinx
+fills in the docstrings when the book is built.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from moebook.storage import write
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "moebook.kernels": "Routing, experts, adapters and the balance loss as functions of tensors",
+    "moebook.nn": "Modules that the methods put into a model",
+    "moebook.models": "Loading models, their anatomy, the fingerprint of a base",
+    "moebook.data": "Rows: embedded tasks, your own, the hub's; chat formats and encoding",
+    "moebook.training": "The training loop",
+    "moebook.evaluation": "Evaluation, a row an item",
+    "moebook.methods.pesc": "PESC: dense to sparse by adapters",
+    "moebook.methods.upcycling": "Sparse upcycling, and where routers start",
+    "moebook.methods.rocket": "Rocket: a few examples choose LoRAs",
+    "moebook.methods.rivals": "Rocket's rivals on one bank",
+    "moebook.methods.esft": "ESFT: a task's experts alone",
+    "moebook.together": "The methods on one base and one budget",
+    "moebook.analysis": "What routers do",
+    "moebook.lab.planning": "What a training needs, before it runs",
+    "moebook.errors": "Refusals",
+}
+INDEX = """\
+# Reference
+
+What the package offers, a page a package, written from its docstrings. A name that is not here is
+internal, and may change with any version. Shapes are in the [letters of the book](glossary.md);
+losses are in nats, sizes in bytes, durations in seconds, shares in [0, 1].
+
+| package | what it holds |
+|---|---|
+"""
+NOTE = """
+Bad input ends in a `moebook.errors.Refusal`, one line that says what is wrong, where, and what was
+expected.
+"""
+
+
+def source(name: str) -> Path:
+    """Return the file of a module or package."""
+    place = ROOT.joinpath(*name.split("."))
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+
+
+def exported(name: str) -> list[str]:
+    """Return what a module's ``__all__`` names, without importing it."""
+    for statement in ast.parse(source(name).read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign):
+            (target,) = statement.targets
+            if getattr(target, "id", "") == "__all__":
+                names: list[str] = ast.literal_eval(statement.value)
+                return names
+    return []
+
+
+def modules(package: str) -> Iterator[str]:
+    """Yield a package, and the modules among what it names, that have a page together."""
+    yield package
+    for name in exported(package):
+        inner = f"{package}.{name}"
+        if source(inner).exists() and exported(inner):
+            yield inner
+
+
+def page(package: str) -> str:
+    """Write the page of a package."""
+    parts = [f"# {package}\n\n{PACKAGES[package]}.\n"]
+    inside = list(modules(package))
+    for module in inside:
+        names = [
+            each
+            for each in exported(module)
+            if f"{module}.{each}" not in inside and not each.isupper()
+        ]
+        listed = "".join(f"   {each}\n" for each in names)
+        heading = "" if module == package else f"\n## {module}\n"
+        table = f".. autosummary::\n   :nosignatures:\n\n{listed}\n" if names else ""
+        parts.append(
+            f"{heading}\n```{{eval-rst}}\n.. currentmodule:: {module}\n\n{table}"
+            f".. automodule:: {module}\n   :members:\n   :no-value:\n```\n"
+        )
+    return "".join(parts)
+
+
+def file(package: str) -> str:
+    """Return the name of a package's page."""
+    return "reference_" + package.removeprefix("moebook.").replace(".", "_")
+
+
+def pages() -> dict[str, str]:
+    """Return all pages of the reference, by their files' names."""
+    lines = [
+        f"| [{name}]({file(name)}.md) | {what} |\n" for name, what in PACKAGES.items()
+    ]
+    index = INDEX + "".join(lines) + NOTE
+    return {"reference": index} | {file(name): page(name) for name in PACKAGES}
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        write(ROOT / "book" / f"{name}.md", text)

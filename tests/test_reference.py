@@ -1,0 +1,168 @@
+"""The reference: its pages name what is public; every public name tells shapes and units."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import re
+from itertools import pairwise
+
+import pytest
+
+from moebook.lab.pages import pages
+from recipes import reference
+
+ROOT = reference.ROOT
+ARRAYS = ("Tensor", "ndarray", "Array")
+NUMBERS = ("float", "DataFrame", "Series")
+SHAPE = re.compile(
+    r"``[^`]*\[[^`\]]+\][^`]*``|``[a-z_]+``-shaped|``\[.*\]``|no shape|scalar"
+)
+UNIT = re.compile(
+    r"\b(nats?|bytes|seconds|shares?|points|tokens|numbers?|count|cosine|norm|loss|chance"
+    r"|rows?|line|column|length|weight|graph|table|dollars|gradient|product|probab\w+)\b"
+)
+
+
+def public():
+    """Yield every public name: its module, itself, and the object."""
+    for package in reference.PACKAGES:
+        for module in reference.modules(package):
+            loaded = importlib.import_module(module)
+            for name in reference.exported(module):
+                value = getattr(loaded, name, None)
+                if not inspect.ismodule(value) and not _is_module(f"{module}.{name}"):
+                    yield module, name, value
+
+
+def _is_module(name):
+    return reference.source(name).exists()
+
+
+def annotations(function):
+    """Return what a function takes and gives, as it is written."""
+    signature = inspect.signature(function)
+    given = [str(parameter.annotation) for parameter in signature.parameters.values()]
+    return given, str(signature.return_annotation)
+
+
+def has_type(kinds, text):
+    return any(re.search(rf"\b{kind}\b", text) for kind in kinds)
+
+
+def lacks(value):
+    """Say what the docstring of a public name does not tell; nothing where it is whole."""
+    text = inspect.getdoc(value) or ""
+    if not text:
+        return "a docstring"
+    if inspect.isclass(value):
+        return ""
+    given, gives = annotations(value)
+    if has_type(ARRAYS, " ".join([*given, gives])) and not SHAPE.search(text):
+        return "the shape of a tensor"
+    if has_type(NUMBERS, gives) and not UNIT.search(text):
+        return "what its numbers count, or their unit"
+    return ""
+
+
+def test_the_pages_are_those_of_all_that_is_public():
+    toc = (ROOT / "book" / "_toc.yml").read_text()
+    for name, text in reference.pages().items():
+        written = (ROOT / "book" / f"{name}.md").read_text(encoding="utf-8")
+        assert written == text, "python -m recipes.reference"
+        assert f"- file: {name}\n" in toc
+
+
+def test_every_public_name_is_there_and_tells_its_shapes_and_units():
+    problems = []
+    for module, name, value in public():
+        if value is None:
+            problems.append(f"{module}.{name} is missing")
+        elif name.isupper():
+            if not _documented(module, name):
+                problems.append(f"{module}.{name} has no docstring behind it")
+        elif problem := lacks(value):
+            problems.append(f"{module}.{name} lacks {problem}")
+    assert problems == []
+
+
+def _documented(module, name):
+    """Whether a constant is followed by a text, where it is made."""
+    package = module.split(".")[1]
+    for path in sorted((ROOT / "moebook" / package).rglob("*.py")):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        for statement, behind in pairwise(body):
+            targets = getattr(
+                statement, "targets", [getattr(statement, "target", None)]
+            )
+            made = any(getattr(target, "id", "") == name for target in targets)
+            text = isinstance(behind, ast.Expr) and isinstance(
+                behind.value, ast.Constant
+            )
+            if made and text:
+                return True
+    return False
+
+
+def test_every_notebook_and_theory_page_leads_to_its_page():
+    ours = set(reference.pages())
+    assert {f"reference_{name}" for name in pages.REFERENCE.values()} <= ours
+    recipes = {path.stem[3:] for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert {name for name in recipes if "findings" not in name} == set(pages.REFERENCE)
+    for path in (ROOT / "book").glob("*_theory.md"):
+        assert "](reference_" in path.read_text(encoding="utf-8"), path.name
+
+
+def test_a_reference_on_a_page_leads_to_a_public_name():
+    known = {f"{module}.{name}" for module, name, _ in public()}
+    for path in sorted((ROOT / "book").glob("*.md")):
+        for name in re.findall(
+            r"\{py:\w+\}`~?([\w.]+)`", path.read_text(encoding="utf-8")
+        ):
+            assert name in known, f"{path.name}: {name}"
+
+
+FIRST = """
+moebook.kernels: adapters balance_loss experts route
+moebook.models: anatomy load
+moebook.data: encode mixture refuse_leak
+moebook.data.tasks: Task
+moebook.training: fit nats
+moebook.evaluation: evaluate
+moebook.methods.pesc: prepare
+moebook.methods.upcycling: su upcycle
+moebook.methods.esft: select specialise
+moebook.methods.rocket.selection: select
+moebook.lab.planning: plan
+"""
+
+
+def first():
+    """Yield the twenty names that users call first, with their objects."""
+    for line in FIRST.strip().splitlines():
+        module, names = line.split(": ")
+        for name in names.split():
+            yield f"{module}.{name}", getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "value"), [pytest.param(*one, id=one[0]) for one in first()]
+)
+def test_the_example_of_a_name_that_users_call_first_holds(name, value):
+    known = vars(importlib.import_module(inspect.unwrap(value).__module__))
+    finder = doctest.DocTestFinder(recurse=inspect.isclass(value))
+    whole = inspect.unwrap(value)
+    tests = [
+        test for test in finder.find(whole, name, globs=dict(known)) if test.examples
+    ]
+    assert tests, "an example behind >>>"
+    for test in tests:
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+        said = []
+        runner.run(test, out=said.append)
+        assert runner.failures == 0, "".join(said)
+
+
+def test_there_are_twenty_of_them():
+    assert len(list(first())) == 20
