@@ -144,7 +144,7 @@ def plan(training: Training, on: Machine, **assumed: Any) -> Plan:
 
     ``assumed`` are fields of `Assumed`. What GPUs say to one another is no part of the time.
 
-    >>> from moebook import planning
+    >>> from moebook.lab import planning
     >>> training = Training("nano", planning.methods.full(), length=64, batch=8, steps=100)
     >>> plan(training, machine("h100")).fits
     True
