@@ -309,7 +309,7 @@ def test_continuous_integration_runs_the_commands_of_the_readme():
 def test_links_inside_the_repository_lead_somewhere():
     texts = [
         (ROOT / f"{name}.md").read_text()
-        for name in ("README", "CONTRIBUTING", "CHANGELOG")
+        for name in ("README", "CONTRIBUTING", "ADDING", "CHANGELOG")
     ]
     for link in re.findall(r"\]\(([^)#]+)", "".join(texts)):
         assert link.startswith("http") or (ROOT / link).exists(), link
