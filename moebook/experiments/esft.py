@@ -6,12 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from moebook.data import tasks
+from moebook.data import hub, tasks
+from moebook.errors import Refusal, nearest
 from moebook.experiments import effects, needs, rates
-from moebook.experiments.arm import Settings, asked, refuse_complaints
+from moebook.experiments.arm import Settings, asked, complaint, refuse_complaints
 from moebook.experiments.effects import Idle
 from moebook.methods import esft
 from moebook.methods.esft.arms import Arm
+from moebook.models.anatomy import anatomy
+from moebook.models.skeleton import configuration, skeleton
 
 LISTS = ("general", "alignment")
 
@@ -45,7 +48,7 @@ def check(
     """
     every = known(settings)
     arms = asked(settings, every)
-    refuse_complaints(_needs(settings, list(arms), list(every), device))
+    refuse_complaints(_needs(settings, arms, list(every), device))
     effects.warn(changed, idle(settings, arms))
     return arms
 
@@ -69,9 +72,13 @@ def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
 
 
 def _needs(
-    settings: Settings, arms: list[str], every: list[str], device: torch.device | None
+    settings: Settings,
+    arms: Mapping[str, Arm],
+    every: list[str],
+    device: torch.device | None,
 ) -> Iterator[str]:
     yield from rates.needs(settings, arms, every)
+    yield from _base(settings, arms)
     yield from _steps(settings)
     targets = ",".join(name.partition(":")[0] for name in settings["tasks"].split(","))
     yield from needs.named({"tasks": targets})
@@ -81,6 +88,8 @@ def _needs(
             yield f"{parameter} = {settings[parameter]!r}: {why}; take esft.specialise"
     for parameter in LISTS:
         yield from needs.named({parameter: settings[parameter]})
+    yield from _data("tasks", targets)
+    yield from _data("alignment", settings["alignment"])
     tests = set(tested(settings).values())
     for name in dict.fromkeys(settings["general"].split(",")):
         if name in tests:
@@ -88,6 +97,29 @@ def _needs(
             yield f"general lists {name!r}: {why}; take it out of one of the two"
     yield from _alignment(settings)
     yield from needs.optimizer(settings, device)
+
+
+def _base(settings: Settings, arms: Mapping[str, Arm]) -> Iterator[str]:
+    """Complain about a base without experts, and about groups that do not fit its experts."""
+    try:
+        base = skeleton(configuration(settings["base"]))
+    except Refusal:  # which the notebook says as well, where it loads the base
+        return
+    if all(layer.kind != "sparse" for layer in anatomy(base).layers):
+        why = "it is dense, and ESFT chooses among a layer's experts"
+        yield f"base = {settings['base']!r}: {why}; take nano-moe or another sparse one"
+        return
+    sizes = {arm.group for arm in arms.values()} - {1}
+    where = f"group_sizes = {settings['group_sizes']!r}"
+    yield from complaint(where, esft.grouping.check, base, sorted(sizes))
+
+
+def _data(parameter: str, text: str) -> Iterator[str]:
+    """Complain about names of what is trained on that are of no data set."""
+    known = [*tasks.KNOWN, *hub.CATALOGUE]
+    for name in filter(str.strip, text.split(",")):
+        if not tasks.known(name) and name not in known:
+            yield f"{parameter} lists {name!r}, no data set: {nearest(name, known)}"
 
 
 def _steps(settings: Settings) -> Iterator[str]:

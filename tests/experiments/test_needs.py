@@ -137,6 +137,22 @@ CANNOT = [
     ),
     ("esft", "steps = 1: the only step is that of the warm-up", {"steps": 1}),
     ("esft", "steps = 2: a trial of rates takes half of them", {"steps": 2}),
+    (
+        "esft",
+        "base = 'nano': it is dense, and ESFT chooses .*; take nano-moe",
+        {"base": "nano"},
+    ),
+    (
+        "esft",
+        "group_sizes = '3': the group size is 3, no divisor of",
+        {"group_sizes": "3", "arms": "gate-g3"},
+    ),
+    (
+        "esft",
+        "alignment lists 'general_tiem', no data set: did you mean 'general_time'",
+        {"alignment": "general_tiem"},
+    ),
+    ("esft", "tasks lists 'ias', no data set", {"tasks": "ias:isa"}),
     ("esft", "align_steps = 1: the only step", {"align_steps": 1}),
     (
         "esft",
