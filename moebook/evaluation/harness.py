@@ -308,7 +308,7 @@ def _missing(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def rows(lm: InMemory, tasks: dict[str, Task], limit: int | None) -> list[Line]:
+def rows(lm: Harness, tasks: dict[str, Task], limit: int | None) -> list[Line]:
     """Run lm-eval's engine (its ``simple_evaluate`` would seed all generators anew)."""
     wanted: Any = {"tasks": tasks, "groups": {}}
     results: Any = evaluator.evaluate(lm, wanted, limit=limit, bootstrap_iters=0)
@@ -322,7 +322,7 @@ def rows(lm: InMemory, tasks: dict[str, Task], limit: int | None) -> list[Line]:
     return lines
 
 
-def _row(task: str, sample: dict[str, Any], lm: InMemory) -> Line:
+def _row(task: str, sample: dict[str, Any], lm: Harness) -> Line:
     """One item of the table; a gold answer is known where the choices were scored."""
     scores = sample["filtered_resps"]
     target = sample["target"]

@@ -199,7 +199,11 @@ def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
         yield from effects.of_rows(hub_alone, settings["tasks"])
     else:
         yield "rows_per_task", "mix says which rows there are"
-    hosts = {each.configure(settings).host for each in arms.values()}
+    hosts = set()
+    for arm in arms.values():
+        config = arm.configure(settings)
+        assert isinstance(config, Config)
+        hosts.add(config.host)
     if not hosts & {"lora", "qlora"}:
         yield (
             "lora_rank lora_alpha",

@@ -116,7 +116,7 @@ def costs(
     times: dict[str, list[list[float]]] = {name: [] for name in models}
     for turn in range(TURNS):
         for name, model in models.items():
-            recipe = {
+            recipe: dict[str, Any] = {
                 "steps": STEPS,
                 "lr": 1e-6,
                 "seed": turn,

@@ -405,7 +405,8 @@ def setup(app: Any) -> dict[str, Any]:
     """Connect to Sphinx."""
     from sphinx.ext import autosummary  # which a page of findings does without
 
-    autosummary.WELL_KNOWN_ABBREVIATIONS += ABBREVIATIONS
+    known: tuple[str, ...] = autosummary.WELL_KNOWN_ABBREVIATIONS
+    autosummary.WELL_KNOWN_ABBREVIATIONS = known + ABBREVIATIONS  # type: ignore[assignment]
     app.connect("builder-inited", _complete)
     app.connect("source-read", _insert)
     app.connect("html-page-context", _mend, priority=900)  # after all who add scripts
