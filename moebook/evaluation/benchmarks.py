@@ -124,9 +124,9 @@ def evaluate(
     loaded = load([name for name, task in wanted.items() if task is None], data)
     files: dict[str, Path] = {}
     with evaluating(model):
-        lm = InMemory(model, tokenizer, batch_size)
+        ours = InMemory(model, tokenizer, batch_size)
         known = {name: task for name, task in wanted.items() if task is not None}
-        lines = _asked(lm, known, limit, split, format)
+        lines = _asked(ours, known, limit, split, format)
         if loaded:
             from moebook.evaluation import harness
 

@@ -200,8 +200,8 @@ def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
     else:
         yield "rows_per_task", "mix says which rows there are"
     hosts = set()
-    for arm in arms.values():
-        config = arm.configure(settings)
+    for each in arms.values():
+        config = each.configure(settings)
         assert isinstance(config, Config)
         hosts.add(config.host)
     if not hosts & {"lora", "qlora"}:
