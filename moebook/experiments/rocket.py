@@ -183,6 +183,12 @@ def on_a_bank(settings: Settings) -> Iterator[str]:
         shipped = rocket.bank.EMBEDDED
         yield from complaint("", lists.listed, "members", settings["members"], shipped)
     yield from _choice(settings)
+    batch = rocket.bank.RECIPE["batch"]
+    steps = settings["bank_epochs"] * math.ceil(settings["bank_rows"] / batch)
+    if makes_bank(settings) and steps == 1:
+        sizes = f"bank_rows = {settings['bank_rows']} and bank_epochs = 1"
+        why = f"a LoRA of the bank has one step of {batch} rows, in the warm-up, at rate 0"
+        yield f"{sizes}: {why}; give more rows or epochs"
     encoder = settings["encoder"]
     if encoder.startswith(("/", "./", "~")) and not Path(encoder).expanduser().exists():
         yield f"encoder = {encoder!r}: there is no such folder; take minilm, or org/name@commit"

@@ -118,6 +118,16 @@ CANNOT = [
         "members lists 'smus': did you mean 'sums'",
         {"members": "smus,gcd", "candidates": 2},
     ),
+    (
+        "rocket",
+        "bank_rows = 32 and bank_epochs = 1: a LoRA of the bank has one step of 32 rows",
+        {"bank_folder": "none_there", "bank_rows": 32, "bank_epochs": 1},
+    ),
+    (
+        "rivals",
+        "bank_rows = 8 and bank_epochs = 1: a LoRA of the bank has one step",
+        {"bank_folder": "none_there", "bank_rows": 8, "bank_epochs": 1},
+    ),
     ("rocket", "retrain lists 'smus'", {"retrain": "smus"}),
     ("rocket", "steps = 1: the only step is that of the warm-up", {"steps": 1}),
     (
@@ -267,6 +277,7 @@ def test_parameters_with_which_an_arm_cannot_run_are_refused_before_any_work(
         ("rivals", {"searches": 3, "arms": "random"}),
         ("rivals", {"steps": 1, "gate_steps": 1, "arms": "pems_untuned"}),
         ("rocket", {"steps": 1, "arms": "expert_lora"}),
+        ("rocket", {"bank_rows": 8, "bank_epochs": 1}),  # of a bank that is there
         ("rocket", {"epochs": 1, "batch": 4, "arms": "shots_only"}),
         ("esft", {"steps": 2, "rates": ""}),
         ("together", {"tasks": "gcd", "arms": "full,lora", "again": "lora"}),
