@@ -6,7 +6,15 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moebook.experiments import esft, pesc, rivals, rocket, router_init, together
+from moebook.experiments import (
+    banks,
+    esft,
+    pesc,
+    rivals,
+    rocket,
+    router_init,
+    together,
+)
 from moebook.experiments.arm import Arm, asked, described
 from moebook.experiments.experiment import Experiment, Recorder, Result, Rows
 from moebook.experiments.rates import Rates
@@ -18,6 +26,7 @@ CHECKS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
     "esft": esft.check,
     "rivals": rivals.check,
     "together": together.check,
+    "banks": banks.check,
 }
 """Notebook to what refuses, before any work, parameters with which its arms cannot run."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, product
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from moebook import storage
+from moebook import experiments, storage
 from moebook.errors import nearest, refuse
 from moebook.intervals import interval, p_value
 from moebook.lab import papers, plotting, records
@@ -536,6 +537,24 @@ def tenths(
             parts = [part.mean(axis=1) for part in np.array_split(rows, 10, axis=1)]
             lines[label] = np.stack(parts, axis=1)
     return lines
+
+
+def choices(pool: Pool, kind: str) -> pd.DataFrame:
+    """Say which LoRAs of banks of a kind each arm took over all seeds, and what came of it.
+
+    The table is that of `experiments.banks.shares`, over seeds, targets and draws.
+    """
+    name = re.compile(rf"banks/{kind}/\w+/\d+/chosen/(\w+)")
+    taken: dict[str, list[tuple[float, ...]]] = {}
+    for run in pool.runs:
+        for curve in run.curves:
+            if match := name.fullmatch(curve.name):
+                taken.setdefault(match[1], []).append(curve.y)
+    reached = {
+        arm: float(pool.effects(f"banks/{kind}/{arm}/accuracy").mean()) for arm in taken
+    }
+    members = experiments.banks.members(pool.last.settings)
+    return experiments.banks.shares(taken, reached, members)
 
 
 def of(pools: dict[str, Pool], protocol: str) -> Pool:

@@ -43,7 +43,9 @@ TITLES = {
     "rivals": "Rocket's rivals",
     "esft": "ESFT",
     "routing": "ESFT's routing",
+    "banks": "Why Rocket hangs on its bank (our own)",
     "together": "Together (our own)",
+    "causes": "Causes (our own)",
     "kernels": "Kernels",
 }
 KINDS = {  # label to the badge's class in _static/moebook.css; others are inconclusive

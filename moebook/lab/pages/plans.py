@@ -44,6 +44,7 @@ LENGTH = {
     "bases": 256,
     "rocket": 1024,
     "rivals": 1024,
+    "banks": 1024,
 }
 
 
@@ -122,6 +123,15 @@ def _rocket(given: Given) -> Arms:
                 "turns": turns * (again + (tried if tried > 1 else 0)),
             }
             yield name, methods.mixture(arm.config, given["bank_rank"]), own
+
+
+def _banks(given: Given) -> Arms:
+    """Plan the mixtures; the LoRAs of the two banks are trained before, one after another."""
+    config = experiments.banks.main(given)
+    turns = len(given["targets"].split(",")) * given["draws"]
+    for name in experiments.banks.check(given):
+        method = methods.mixture(config, rocket.bank.RECIPE["rank"])
+        yield name, method, {"turns": turns * len(experiments.banks.kinds(name))}
 
 
 def _rivals(given: Given) -> Arms:
@@ -219,6 +229,7 @@ TRAINED: dict[str, Callable[[Given], Arms]] = {
     "rivals": _rivals,
     "esft": _esft,
     "together": _together,
+    "banks": _banks,
 }
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # who asks for claims alone, as `moebook list` does, needs no
 
 FOLDER = Path(__file__).parent
 PAPERS = ("pesc", "router_init", "rocket", "esft")
-OURS = ("together",)  # what we claim ourselves, judged by the same rules
+OURS = ("together", "causes")  # what we claim ourselves, judged by the same rules
 MARKS = ("", "damaged", "restored")
 FIXED = ("row", "column", "printed", "unit", "mark")
 NEEDED = {"table", "caption", "unit", "source"}

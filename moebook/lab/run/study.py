@@ -53,6 +53,7 @@ PLANNED = (
     "esft",
     "rivals",
     "together",
+    "banks",
 )
 LOOK = 5.0  # seconds without a run that ended, after which the cluster's nodes are looked at
 

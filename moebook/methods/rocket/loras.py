@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -33,7 +33,7 @@ from moebook.kernels.dispatch import FLOATS, shapes
 from moebook.kernels.matmul import wide
 from moebook.models import checkpoint
 from moebook.models.anatomy import beside
-from moebook.settings import FINITE, Positive, record, settings
+from moebook.settings import FINITE, Positive, Seed, checked, record, settings
 from moebook.storage import read_json
 
 __all__ = [
@@ -434,6 +434,24 @@ class _Patterns:
         ) as error:
             problem = f"{type(error).__name__}: {error!s:.100}; name the layers in full"
             refuse("E-CONFIG", f"{self.where}: pattern {shown(pattern)}: {problem}")
+
+
+@checked
+def rotated(lora: Lora, seed: Seed) -> Lora:
+    """Give a LoRA other factors of the same ``B A``: ``B Q^T`` and ``Q A``, Q orthogonal.
+
+    Q ``[R, R]`` is drawn for each layer. What the LoRA computes, and its cosine with others,
+    stays; what its first A has in common with theirs goes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    down = {}
+    up = {}
+    for path, before in lora.down.items():
+        square = torch.randn(lora.rank, lora.rank, generator=generator).double()
+        turn = torch.linalg.qr(square).Q  # orthogonal
+        down[path] = (turn @ before.double()).to(before.dtype)
+        up[path] = (lora.up[path].double() @ turn.T).to(before.dtype)
+    return replace(lora, down=down, up=up)
 
 
 def write(lora: Lora, folder: Path) -> Path:

@@ -45,6 +45,8 @@ class Arm:
     config: Config  # K of it are the first of the case's shots
     # The rankings that choose the experts; "random" draws them, "best" is best on the test rows.
     by: tuple[Literal[Ranking, "random", "best"], ...] = RANKED
+    # Whether perplexity is that of answers with their rationales (Eq. 2), or of answers alone.
+    rationales: bool = True
     open_data: bool = True  # whether chosen open data join the shots
     # Whether all N experts are the first candidate (Sec. 4.5.2).
     identical: bool = False
@@ -180,7 +182,8 @@ def experts(
 
 def selected(case: Case, arm: Arm, bank: Collection[str]) -> selection.Selection:
     """Select experts from a bank that was scored in the case by an arm's rankings (Alg. 1)."""
-    scores, rankings = case.scores(arm.config.shots), cast(Sequence[Ranking], arm.by)
+    rankings = cast(Sequence[Ranking], arm.by)
+    scores = case.scores(arm.config.shots, rationales=arm.rationales)
     scores = scores[scores.index.isin(list(bank))]
     return selection.select(scores, case.similarities, arm.config, rankings=rankings)
 

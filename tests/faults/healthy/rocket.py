@@ -789,6 +789,13 @@ ROWS = {
             "model": {"narrow": hosts.host(vocab_size=300, hidden_size=12, head_dim=6)},
         },
     ),
+    "methods.rocket.loras.rotated": Row(
+        lambda lora, seed: attached(host(), [loras.rotated(lora, seed)]),
+        lambda: {"lora": lora(), "seed": 3},
+        lambda lora, seed: logits(merged(host(), lora)) if seed >= 0 else 1 / 0,
+        fine={"lora.base": "empty | unknown | nul | long"},
+        tolerance=1e-3,
+    ),
     "methods.rocket.loras.folders": Row(
         lambda folder: [path.name for path in loras.folders(folder)],
         lambda: {"folder": written()},

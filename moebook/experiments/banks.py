@@ -1,0 +1,271 @@
+"""Why Rocket's lead hangs on its bank: banks of two kinds, and experts chosen in several ways.
+
+Banks differ by the seed of their training and by one thing alone: whether their LoRAs start from
+one first A, as PEFT's do under one seed, or from an A each. A run has one bank of either kind, on
+the same rows, and the same draws of shots; so a seed is a bank, and banks are what varies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import nn
+
+from moebook.data import tasks
+from moebook.errors import Refusal, nearest, refuse
+from moebook.experiments import needs
+from moebook.experiments.arm import Complaints, Settings, asked, refuse_complaints
+from moebook.experiments.experiment import Recorder
+from moebook.experiments.rocket import SIZES, annotated
+from moebook.methods import rocket
+from moebook.methods.rocket.augmentation import Encoder
+from moebook.methods.rocket.bank import Bank, Row
+from moebook.methods.rocket.loras import Lora
+from moebook.methods.rocket.pipeline import Arm, Case
+
+# Kind of bank to whether each of its LoRAs starts from an A of its own.
+KINDS = {
+    "shared": False,
+    "own": True,
+}
+OTHER = {"shared": "own", "own": "shared"}
+DRAWS = 1000  # most draws of the shots; seeds of one run begin at as many times its own
+Cases = Mapping[str, Case]  # what the shots say of each kind's bank
+
+
+def main(settings: Settings) -> rocket.Config:
+    """Return the settings of the mixture, which all arms share."""
+    return rocket.Config(**{name: settings[name] for name in SIZES})
+
+
+def solver(case: Case, bank: Bank) -> str:
+    """Name the LoRA that answers most shots exactly; of equal ones the one of least perplexity."""
+    names = list(bank)
+    solved = case.solved.loc[names].mean(axis=1)
+    nats = case.plain.loc[names].mean(axis=1)
+    order = pd.DataFrame({"solved": -solved, "nats": nats})
+    return str(order.sort_values(["solved", "nats"], kind="stable").index[0])
+
+
+def _by(**changes: Any) -> Callable[[Cases, str, Bank, rocket.Config], tuple[str, ...]]:
+    """Choose by Algorithm 1, changed as `pipeline.Arm` says."""
+
+    def chosen(
+        cases: Cases, kind: str, bank: Bank, config: rocket.Config
+    ) -> tuple[str, ...]:
+        arm = Arm(config=config, **changes)
+        return rocket.pipeline.selected(cases[kind], arm, bank).experts
+
+    return chosen
+
+
+def _forced(
+    cases: Cases, kind: str, bank: Bank, config: rocket.Config
+) -> tuple[str, ...]:
+    """Put the LoRA that solves most shots in the last one's place, unless it is chosen."""
+    usual = _by()(cases, kind, bank, config)
+    best = solver(cases[kind], bank)
+    return usual if best in usual else (*usual[:-1], best)
+
+
+def _exchanged(
+    cases: Cases, kind: str, bank: Bank, config: rocket.Config
+) -> tuple[str, ...]:
+    """Take what Algorithm 1 chose from the bank of the other kind."""
+    return _by()(cases, OTHER[kind], bank, config)
+
+
+CHOICES: dict[str, Callable[[Cases, str, Bank, rocket.Config], tuple[str, ...]]] = {
+    "own_choice": _by(),
+    "exchanged": _exchanged,
+    "answers_only": _by(rationales=False),
+    "accuracy_alone": _by(by=("accuracy",)),
+    "forced": _forced,
+    "rotated": _by(),
+}
+"""How an arm chooses; ``rotated`` chooses as ``own_choice`` and trains turned factors."""
+ROTATED = "rotated"
+WHERE = {ROTATED: ("shared",)}  # of banks of own As there is nothing to take away
+
+
+def kinds(arm: str) -> tuple[str, ...]:
+    """Return the kinds of banks that an arm is tried on."""
+    return WHERE.get(arm, tuple(KINDS))
+
+
+def check(settings: Settings) -> dict[str, Any]:
+    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE)."""
+    arms = asked(settings, CHOICES)
+    try:
+        main(settings)
+    except Refusal as refusal:
+        refuse("E-RANGE", refusal.message)
+    refuse_complaints(_needs(settings))
+    return arms
+
+
+def _needs(settings: Settings) -> Iterator[str]:
+    yield from needs.named({"targets": settings["targets"]})
+    yield from _targets(settings)
+    names = members(settings)
+    if settings["members"]:
+        yield from needs.named({"members": settings["members"]})
+        for name in names:
+            if name not in rocket.bank.EMBEDDED:
+                close = nearest(name, rocket.bank.EMBEDDED)
+                yield f"members lists {name!r}: banks are made of embedded tasks: {close}"
+    steps = -(-settings["bank_rows"] // rocket.bank.RECIPE["batch"])
+    if steps * settings["bank_epochs"] == 1:
+        why = "a LoRA's only step is that of the warm-up, at rate 0, so nothing is trained"
+        yield f"bank_rows = {settings['bank_rows']}: {why}; take more, or more bank_epochs"
+    if settings["candidates"] > len(names):
+        have = f"the bank has {len(names)} LoRAs"
+        yield f"candidates = {settings['candidates']}: {have}; take {len(names)} or less"
+
+
+def _targets(settings: Settings) -> Complaints:
+    """Complain about targets that are not embedded, or have fewer rows than shots."""
+    for name in settings["targets"].split(","):
+        if name and name not in tasks.KNOWN:
+            yield f"targets lists {name!r}: {nearest(name, tasks.KNOWN)}"
+    for name, count in annotated({**settings, "source": "embedded"}).items():
+        if settings["shots"] > count:
+            why = f"{name} has {count} annotated rows"
+            yield f"shots = {settings['shots']}: {why}; take 1 to {count}"
+
+
+def members(settings: Settings) -> list[str]:
+    """Name the sets of which a bank's LoRAs are made."""
+    return (
+        settings["members"].split(",") if settings["members"] else rocket.bank.EMBEDDED
+    )
+
+
+def make(
+    settings: Settings, model: nn.Module, tokenizer: Any
+) -> dict[str, dict[str, Lora]]:
+    """Train a bank of each kind by the shipped bank's recipe, from the run's seed.
+
+    Banks of two seeds share no first A: the LoRAs of one that has its own add their places.
+    """
+    banks = {}
+    for kind, own_starts in KINDS.items():
+        banks[kind] = rocket.bank.make(
+            model,
+            tokenizer,
+            members(settings),
+            rows=settings["bank_rows"],
+            epochs=settings["bank_epochs"],
+            seed=settings["seed"] * DRAWS,
+            own_starts=own_starts,
+        )
+    return banks
+
+
+def score(
+    settings: Settings,
+    model: nn.Module,
+    tokenizer: Any,
+    banks: Mapping[str, Bank],
+    encoder: Encoder,
+    rows: Sequence[Row],
+    task: str,
+    draw: int,
+) -> dict[str, Case]:
+    """Draw K shots of a target and score both banks on the same ones."""
+    shots_seed = settings["seed"] * DRAWS + draw
+    config = main(settings)
+    cases = {}
+    for kind, bank in banks.items():
+        cases[kind] = rocket.pipeline.score_bank(
+            model, tokenizer, bank, encoder, rows, config, task=task, seed=shots_seed
+        )
+    return cases
+
+
+def choose(
+    settings: Settings, arm: str, kind: str, cases: Cases, banks: Mapping[str, Bank]
+) -> tuple[str, ...]:
+    """Name the experts that an arm takes from the bank of a kind."""
+    return CHOICES[arm](cases, kind, banks[kind], main(settings))
+
+
+def factors(
+    settings: Settings, arm: str, bank: Bank, chosen: Sequence[str]
+) -> list[Lora]:
+    """Return the chosen LoRAs as an arm trains them."""
+    loras = [bank[name] for name in chosen]
+    if arm != ROTATED:
+        return loras
+    first = settings["seed"] * DRAWS
+    places = {name: place for place, name in enumerate(bank)}
+    return [rocket.loras.rotated(lora, first + places[lora.name]) for lora in loras]
+
+
+def rankings(case: Case, bank: Bank, config: rocket.Config) -> pd.DataFrame:
+    """Return the three rankings of a bank's LoRAs, and what they rank by; 1 is the best.
+
+    R_D ranks groups; of a LoRA it is the best rank of a group of candidates with it, and missing
+    where it is no candidate. ``R_answers`` ranks by the perplexity of the answers alone.
+    """
+    arm = Arm(config=config)
+    selection = rocket.pipeline.selected(case, arm, bank)
+    bare = rocket.pipeline.selected(case, replace(arm, rationales=False), bank)
+    table = selection.candidates.copy()
+    table["R_answers"] = bare.candidates["R_P"]
+    diversity = selection.groups.explode("members").groupby("members")["R_D"].min()
+    table["R_D"] = diversity.reindex(table.index)
+    columns = ["log_perplexity", "accuracy", "R_P", "R_A", "R_D", "R_answers"]
+    return table.loc[list(bank), columns]
+
+
+RIGHT = "right answers"
+UNITS = {"log_perplexity": "nats", "accuracy": "share"}  # else a count
+
+
+def record_rankings(
+    run: Recorder, kind: str, task: str, draw: int, table: pd.DataFrame
+) -> None:
+    """Keep `rankings` of a draw, a line each over the bank's LoRAs; 0 where one is missing."""
+    for column, line in table.items():
+        name = f"banks/{kind}/{task}/{draw}/{column}"
+        run.curve(name, line.fillna(0).astype(float), UNITS.get(str(column), "count"))
+
+
+def record_choice(
+    run: Recorder,
+    arm: str,
+    kind: str,
+    task: str,
+    draw: int,
+    chosen: Sequence[str],
+    bank: Bank,
+) -> None:
+    """Keep which of the bank's LoRAs an arm took in a draw: 1 for a chosen one, else 0."""
+    taken = [float(name in chosen) for name in bank]
+    run.curve(f"banks/{kind}/{task}/{draw}/chosen/{arm}", taken, "count")
+
+
+def shares(
+    taken: Mapping[str, Sequence[Sequence[float]]],
+    accuracy: Mapping[str, float],
+    names: Sequence[str],
+) -> pd.DataFrame:
+    """Set what each arm chose above what that came to: a column an arm, a row a LoRA.
+
+    ``taken`` are by arm lines over the LoRAs ``names`` with 1 for a chosen one; a share is their
+    mean. The last row, `RIGHT`, is the accuracy that the arm reached.
+    """
+    columns = {}
+    for arm, lines in taken.items():
+        columns[arm] = [*np.mean(lines, axis=0), accuracy[arm]]
+    return pd.DataFrame(columns, index=[*names, RIGHT])
+
+
+def over_draws(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Average evaluations of a target over the draws of its shots, item by item."""
+    return rocket.findings.repeated({"": list(tables)})[""]
