@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from torch import nn
 
 from moebook.data import tasks
@@ -164,6 +165,15 @@ def make(
             own_starts=own_starts,
         )
     return banks
+
+
+def likeness(bank: Bank) -> float:
+    """Return the mean correlation of the A of two LoRAs: near 1 where they began as one."""
+    rows = []
+    for lora in bank.values():
+        rows.append(torch.cat([down.flatten() for down in lora.down.values()]))
+    others = ~torch.eye(len(bank), dtype=torch.bool)
+    return float(torch.corrcoef(torch.stack(rows))[others].mean())
 
 
 def score(

@@ -160,6 +160,7 @@ def test_the_two_banks_differ_in_where_each_lora_starts_and_no_pair_shares_a_sta
         assert not starts & {*firsts["own"]}
         starts |= {*firsts["own"]}
         shared, own = banks["shared"], banks["own"]
+        assert BANKS.likeness(shared) > 0.9 > 0.5 > BANKS.likeness(own)
         assert shared["sums"].digest == own["sums"].digest
         assert shared["gcd"].digest != own["gcd"].digest
         assert shared["gcd"].provenance["prompts"] == own["gcd"].provenance["prompts"]
@@ -211,10 +212,9 @@ def test_the_pools_picture_is_made_of_the_choices_that_runs_kept():
             Curve(f"banks/{kind}/gcd/0/chosen/forced", "count", (1, 2, 3), tuple(line))
             for kind, line in lines
         )
-        manifest = {"parameters": {"members": "a,b,c"}, "date": f"2026-01-0{seed}"}
-        return Run(
-            "banks", "nano", "study", seed, values, curves=curves, manifest=manifest
-        )
+        how = {"settings": {"members": "a,b,c"}, "curves": curves}
+        how["manifest"] = {"date": f"2026-01-0{seed}"}
+        return Run("banks", "nano", "study", seed, values, **how)
 
     pool = Pool("banks", "nano", (ran(1, [1, 1, 0], 0.2), ran(2, [1, 0, 1], 0.4)))
     table = findings.choices(pool, "own")
