@@ -8,11 +8,14 @@ from typing import Any
 
 from moebook.experiments import (
     banks,
+    contest,
     esft,
     pesc,
     rivals,
     rocket,
     router_init,
+    specialists,
+    targets,
     together,
 )
 from moebook.experiments.arm import Arm, asked, described

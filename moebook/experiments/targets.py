@@ -1,0 +1,524 @@
+"""Rocket's experiment: a bank of LoRAs, targets with K shots, and arms tuned on what they choose.
+
+``rows`` -> `whole` -> `Targets` -> ``tune_alone``, ``choose_rates`` -> ``run`` -> `tables`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import nn
+
+from moebook import data, evaluation, lists, training
+from moebook.analysis import routing
+from moebook.data import hub
+from moebook.data.mixtures import Row
+from moebook.experiments.arm import Settings
+from moebook.experiments.experiment import Recorder
+from moebook.experiments.rocket import main
+from moebook.methods import rocket
+from moebook.methods.rocket.loras import Lora
+from moebook.methods.rocket.pipeline import Arm, Case
+from moebook.training import History, batches
+
+LONGEST = 1024  # tokens of a row
+# Nats a token on validation rows by arm, rate, and target (and LoRA, of one tuned alone).
+Losses = dict[tuple[str, float, str], float]
+# Comparisons of Table 5: what is recorded of the error on mixed cases.
+RECORDED = ("mixture", "best expert")
+WHAT = {
+    "mixture": "Rocket: N LoRAs by three rankings, shots and near open rows",
+    "source_best_sft": "the LoRA that is best on the test rows, tuned alone on the same rows",
+    "random_lora": "a random LoRA, tuned alone on the same rows",
+    "random_experts": "N random LoRAs",
+    "experts_by_perplexity": "N LoRAs by perplexity alone",
+    "experts_by_accuracy": "N LoRAs by accuracy on the shots alone",
+    "experts_without_diversity": "N LoRAs by perplexity and accuracy",
+    "experts_normalised": "the three rankings, each brought to [0, 1] first (ours)",
+    "experts_identical": "one LoRA N times",
+    "shots_only": "no open rows",
+    "random_data": "open rows at random",
+    "data_with_duplicates": "near open rows, duplicates and all",
+    "data_by_kde": "open rows by a kernel of width 10",
+    "data_by_narrower_kde": "open rows by a kernel of width 2",
+    "data_by_hull": "open rows out of the hull of the shots",
+    "data_by_repr_filter": "open rows, duplicates removed as in the authors' filter",
+    "data_strictly_deduplicated": "open rows, of which a stricter threshold keeps few",
+    "expert_lora": "a LoRA trained on the target's own whole training set",
+    "perplexity": "LoRAs of the bank, each tuned alone on the shots",
+}
+KINDS = {
+    "budget": "{} open rows",
+    "shots": "{} shots",
+    "experts": "{} experts",
+    "selected": "{} experts a token",
+}
+
+
+def what(names: Iterable[str]) -> dict[str, str]:
+    """Say in one line what each arm is; a name that ends in a number says another size."""
+    texts: dict[str, str] = {}
+    for name in names:
+        kind = name.rstrip("0123456789")
+        size = name.removeprefix(kind)
+        texts[name] = KINDS[kind].format(size) if size else WHAT[name]
+    return texts
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The rows of a run, by target where they are a target's."""
+
+    annotated: Mapping[str, list[Row]]  # from which shots are drawn
+    held_out: Mapping[str, list[Row]]  # that test it
+    open: list[Row]  # the same for all targets
+    tested: Mapping[str, str]  # the task that evaluates it
+
+
+def rows(settings: Settings) -> Pool:
+    """Draw annotated, test and open rows; no open row is a test row (E-LEAK)."""
+    names = settings["targets"].split(",")
+    source = settings["source"]
+    # The rivals' notebook has no folder of the hub's data sets.
+    pins = hub.pins(settings["revisions"], settings.get("data_folder", ""))
+    annotated, held_out = rocket.bank.targets(
+        names, source, pins, settings["test_split"]
+    )
+    pool = rocket.bank.open_data(
+        settings["pool_sets"], settings["pool_rows"], source, pins
+    )
+    benchmarks = settings["benchmarks"]
+    tested = rocket.pipeline.tested(names, benchmarks.split(",") if benchmarks else [])
+    for target in names:
+        data.refuse_leak(pool, held_out[target])
+    return Pool(annotated, held_out, pool, tested)
+
+
+def load_bank(settings: Settings, model: nn.Module, tokenizer: Any) -> dict[str, Lora]:
+    """Load the bank that the parameters name, or train one into the folder that they name."""
+    names = settings["members"]
+    return rocket.bank.load(
+        model,
+        tokenizer,
+        settings["bank_folder"],
+        names=names.split(",") if names else (),
+        pins=hub.pins(settings["revisions"], settings["data_folder"]),
+        rows=settings["bank_rows"],
+        epochs=settings["bank_epochs"],
+        lr=settings["bank_rate"],
+        rank=settings["bank_rank"],
+        alpha=float(settings["bank_rank"]),
+    )
+
+
+def several(settings: Settings) -> list[float]:
+    """Return the learning rates to choose from; none where only one is given."""
+    rates = lists.rates("rates", settings["rates"])
+    return rates if len(rates) > 1 else []
+
+
+def grid(losses: Losses) -> pd.DataFrame:
+    """Average losses over targets: a line an arm, a column a rate; empty without any."""
+    levels = pd.MultiIndex.from_tuples(losses, names=["arm", "lr", "target"])
+    column = pd.Series(list(losses.values()), levels, dtype=float)
+    return column.groupby(["arm", "lr"], sort=False).mean().unstack()
+
+
+def whole(
+    settings: Settings,
+    model: nn.Module,
+    tokenizer: Any,
+    pool: Pool,
+    arms: Collection[str],
+) -> tuple[dict[str, Lora], Losses]:
+    """Train a LoRA on each target's own training set, by the bank's recipe.
+
+    With several rates, and the arm ``expert_lora``, one at each, without the last validation rows,
+    by which the best is chosen.
+    """
+    rates = several(settings) if "expert_lora" in arms else []
+    last = settings["valid_rows"] if rates else 0
+    own = {
+        target: part[: len(part) - last][: settings["whole_rows"]]
+        for target, part in pool.annotated.items()
+    }
+    recipe: dict[str, Any] = dict(rocket.bank.TABLE_12)
+    if settings["source"] == "embedded":
+        recipe |= rocket.bank.RECIPE
+    recipe |= {name: settings[name] for name in ("accumulate", "optimizer", "seed")}
+    recipe["rank"] = settings["bank_rank"]
+    if not rates:
+        return rocket.bank.train(model, tokenizer, own, **recipe), {}
+
+    made = {
+        rate: rocket.bank.train(model, tokenizer, own, **recipe | {"lr": rate})
+        for rate in rates
+    }
+    losses: Losses = {}
+    for rate in rates:
+        for target, part in pool.annotated.items():
+            unseen = data.encode(part[-last:], tokenizer, max_length=LONGEST)
+            with rocket.loras.attached(model, [made[rate][target]]):
+                nats = training.nats(model, unseen, pad_id=tokenizer.pad_token_id or 0)
+            losses["expert_lora", rate, target] = nats
+    best = grid(losses).loc["expert_lora"].idxmin()
+    return made[best], losses
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of an arm on a target."""
+
+    history: History  # of its first tuning
+    answers: list[pd.DataFrame]  # of each tuning, a row a test item
+    # Of the mixture's first tuning: who serves which tokens, and who alone gets which rows right.
+    shares: pd.DataFrame | None = None
+    single: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Arms on one base and one bank: each is put on the base, tuned, tested, and taken off."""
+
+    settings: Settings
+    model: nn.Module
+    tokenizer: Any
+    bank: Mapping[str, Lora]
+    arms: Mapping[
+        str, Arm | None
+    ]  # that were asked for; None is one that chooses nothing
+    pool: Pool
+    vectors: np.ndarray  # embeddings of the open rows
+    cases: Mapping[str, Case]  # the shots, and what the bank makes of them
+    clean: Mapping[
+        str, Mapping[str, Lora]
+    ]  # the bank without LoRAs that saw the target's rows
+    best: Mapping[str, str]  # the LoRA that is best on the test rows
+
+    @property
+    def mixed(self) -> dict[str, Arm]:
+        """The arms that choose experts and rows."""
+        return {name: arm for name, arm in self.arms.items() if arm}
+
+    @property
+    def pad_id(self) -> int:
+        """The token that pads rows."""
+        return self.tokenizer.pad_token_id or 0
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """How an arm is tuned, but for its rate and its seed: keywords of `training.fit`."""
+        names = "batch schedule accumulate optimizer weight_decay".split()
+        recipe = {name: self.settings[name] for name in names}
+        length = "epochs" if self.settings["epochs"] else "steps"
+        return recipe | {length: self.settings[length]}
+
+    @cached_property
+    def valid(self) -> dict[str, Any]:
+        """Annotated rows that are no shots, encoded: by these rates are chosen."""
+        found: dict[str, Any] = {}
+        for target, case in self.cases.items():
+            used = {row["prompt"] for row in case.shots}
+            annotated = self.pool.annotated[target]
+            spare = [row for row in annotated if row["prompt"] not in used]
+            last = spare[-self.settings["valid_rows"] :]
+            found[target] = data.encode(last, self.tokenizer, max_length=LONGEST)
+        return found
+
+    @cached_property
+    def observed(self) -> dict[str, Any]:
+        """Held-out rows on which the routing is measured, in padded batches."""
+        most = self.settings["test_rows"]
+        first = {name: part[:most] for name, part in self.pool.held_out.items()}
+        return batches.fixed(first, self.tokenizer, max_length=LONGEST)
+
+    def experts(self, target: str, name: str) -> tuple[str, ...]:
+        """Name the LoRAs that an arm starts from."""
+        return rocket.pipeline.experts(
+            self.cases[target],
+            self.mixed[name],
+            self.clean[target],
+            best=self.best[target],
+        )
+
+    def rows(self, target: str, name: str) -> Sequence[Mapping[str, str]]:
+        """Return the shots and the open rows that an arm is tuned on."""
+        case = self.cases[target]
+        return rocket.pipeline.rows(
+            case, self.mixed[name], self.pool.open, self.vectors
+        )
+
+    def test(self, target: str) -> pd.DataFrame:
+        """Test the base with what is on it: a row a test item."""
+        return evaluation.evaluate(
+            self.model, self.tokenizer, self.pool.tested[target], **how(self.settings)
+        )
+
+    @contextmanager
+    def tuned(
+        self, target: str, name: str, rate: float, turn: int = 0
+    ) -> Iterator[History]:
+        """Put an arm's mixture on the base and tune it; it is taken off again after the block."""
+        history = rocket.pipeline.tune(
+            self.model,
+            self.tokenizer,
+            [self.bank[expert] for expert in self.experts(target, name)],
+            self.rows(target, name),
+            self.mixed[name].config,
+            **self.recipe,
+            lr=rate,
+            seed=self.settings["seed"] + 1_000_001 * turn,
+        )
+        yield history
+        rocket.mixture.remove(self.model)
+
+    @contextmanager
+    def tuned_alone(self, target: str, lora: str, rate: float) -> Iterator[History]:
+        """Put one LoRA on the base and tune it on the shots, for half as many steps."""
+        recipe = self.recipe
+        if "steps" in recipe:
+            recipe["steps"] = max(1, recipe["steps"] // 2)
+        history = rocket.pipeline.tune(
+            self.model,
+            self.tokenizer,
+            [self.bank[lora]],
+            self.cases[target].shots,
+            main(self.settings),
+            **recipe,
+            lr=rate,
+            seed=self.settings["seed"],
+        )
+        yield history
+        rocket.mixture.remove(self.model)
+
+    def tune_alone(self) -> tuple[dict[tuple[str, str], float], Losses]:
+        """Tune the bank's first LoRAs one at a time: accuracy by target and LoRA, losses by rate.
+
+        Nothing is done without the arm ``perplexity``.
+        """
+        pairs: list[tuple[str, str]] = []
+        if "perplexity" in self.arms:
+            for target, clean in self.clean.items():
+                first = list(clean)[: self.settings["tuned"]]
+                pairs += [(target, lora) for lora in first]
+        losses: Losses = {}
+        for target, lora in pairs:
+            for rate in several(self.settings):
+                with self.tuned_alone(target, lora, rate):
+                    loss = self._validate(target)
+                losses["perplexity", rate, f"{target}/{lora}"] = loss
+        rate = lists.rates("rates", self.settings["rates"])[0]
+        if losses:
+            rate = grid(losses).loc["perplexity"].idxmin()
+        accuracies: dict[tuple[str, str], float] = {}
+        for target, lora in pairs:
+            with self.tuned_alone(target, lora, rate):
+                accuracies[target, lora] = self.test(target).correct.mean()
+        return accuracies, losses
+
+    def choose_rates(self) -> Losses:
+        """Try every rate for every arm on every target, if there are several."""
+        losses: Losses = {}
+        for target in self.cases:
+            for name in self.mixed:
+                for rate in several(self.settings):
+                    with self.tuned(target, name, rate):
+                        losses[name, rate, target] = self._validate(target)
+        return losses
+
+    def _validate(self, target: str) -> float:
+        return training.nats(self.model, self.valid[target], pad_id=self.pad_id)
+
+    def run(self, target: str, name: str, rate: float) -> Result:
+        """Tune an arm on a target at its rate, test it, and take it off the base again.
+
+        The mixture, with which every arm is compared, is tuned ``repeats`` times.
+        """
+        answers: list[pd.DataFrame] = []
+        with self.tuned(target, name, rate) as first:
+            answers.append(self.test(target))
+            shares = single = None
+            if name == "mixture":
+                shares = routing.shares(self.model, {target: self.observed[target]})
+                single = rocket.findings.alone(
+                    self.model,
+                    self.tokenizer,
+                    self.pool.tested[target],
+                    **how(self.settings),
+                )
+        more = self.settings["repeats"] if name == "mixture" else 1
+        for turn in range(1, more):
+            with self.tuned(target, name, rate, turn):
+                answers.append(self.test(target))
+        return Result(first, answers, shares, single)
+
+
+def how(settings: Settings) -> dict[str, Any]:
+    """Return how everything is tested: keywords of `evaluation.evaluate`."""
+    return {
+        "limit": settings["test_rows"],
+        "data": settings["data_folder"],
+        "chat": True,
+        "split": settings["test_split"],
+    }
+
+
+def untuned(
+    settings: Settings,
+    model: nn.Module,
+    tokenizer: Any,
+    bank: Mapping[str, Lora],
+    pool: Pool,
+) -> pd.DataFrame:
+    """Test the base, and the base under each LoRA of the bank, on every target."""
+    shown = list(pool.tested.values())
+    answers = {"base": evaluation.evaluate(model, tokenizer, shown, **how(settings))}
+    answers |= rocket.findings.untuned(model, tokenizer, bank, shown, **how(settings))
+    return pd.concat(answers, names=["lora", "row"]).reset_index("lora")
+
+
+def best_on_test_rows(
+    answers: pd.DataFrame, clean: Mapping[str, Mapping[str, Lora]], pool: Pool
+) -> dict[str, str]:
+    """Name by target the LoRA with the best test accuracy, ties by likelihood."""
+    means = answers.groupby(["lora", "task"], sort=False)[["correct", "nll"]].mean()
+    table = means.unstack()
+    worth = table.correct - 1e-6 * table.nll.fillna(0)
+    return {
+        target: worth.loc[list(clean[target]), pool.tested[target]].idxmax()
+        for target in clean
+    }
+
+
+def tables(
+    targets: Targets,
+    results: Mapping[tuple[str, str], Result],
+    untuned: pd.DataFrame,
+    whole: Mapping[str, Lora],
+) -> dict[str, pd.DataFrame]:
+    """Return every arm's answers over all targets, each of which counts once.
+
+    ``base`` and ``source_best``, the best LoRA as it was, are part of every run.
+    """
+    pool = targets.pool
+    by_arm: dict[str, dict[str, Any]] = {}
+    for (target, name), result in results.items():
+        by_arm.setdefault(name, {})[target] = result.answers
+    answers = {name: rocket.findings.repeated(part) for name, part in by_arm.items()}
+    parts = dict(list(untuned.groupby(["lora", "task"])))
+    answers["base"] = {
+        target: parts["base", task] for target, task in pool.tested.items()
+    }
+    answers["source_best"] = {
+        target: parts[targets.best[target], task]
+        for target, task in pool.tested.items()
+    }
+    if "expert_lora" in targets.arms:
+        found: dict[str, pd.DataFrame] = {}
+        for target, task in pool.tested.items():
+            found |= rocket.findings.untuned(
+                targets.model,
+                targets.tokenizer,
+                {target: whole[target]},
+                task,
+                **how(targets.settings),
+            )
+        answers["expert_lora"] = found
+    over = partial(rocket.findings.over_targets, tested=pool.tested)
+    return {name: over(part) for name, part in answers.items()}
+
+
+def record(
+    run: Recorder,
+    targets: Targets,
+    results: Mapping[tuple[str, str], Result],
+    tables: Mapping[str, pd.DataFrame],
+) -> None:
+    """Keep scores of all arms, and of the mixture its losses, its routing and its mixed cases."""
+    for name, table in tables.items():
+        run.scores(f"rocket/{name}", table)
+    for (target, name), result in results.items():
+        if name == "mixture":
+            run.curve(f"rocket/mixture/loss/{target}", result.history.loss, "nats")
+    shares = [result.shares for result in results.values() if result.shares is not None]
+    if shares:
+        evenness = [routing.load(part).entropy.mean() for part in shares]
+        run.record("rocket/activation/entropy", np.mean(evenness), "share")
+
+    if "mixture" not in tables:
+        return
+    scores = {name: 100 * table.score.mean() for name, table in tables.items()}
+    usual = scores["mixture"]
+    settings = targets.settings
+    names = settings["targets"].split(",")
+    if settings["benchmarks"] and set(names) == set(rocket.bank.QUESTIONS):
+        average = tables["mixture"].score.mean()
+        run.record("rocket/mixture/benchmark_average", average, "share")
+    if {"shots1", "shots5"} <= scores.keys():
+        late = usual - scores["shots5"]
+        early = scores["shots5"] - scores["shots1"]
+        run.record(
+            "rocket/shots/late_minus_early/accuracy", late - early, "percent_points"
+        )
+    largest = scores.get(f"budget{4 * settings['budget']}")
+    if largest is not None:
+        lead = usual - largest
+        run.record(
+            "rocket/budget/default_minus_largest/accuracy", lead, "percent_points"
+        )
+    errors = mixed_errors(mixed_cases(results))
+    for name in RECORDED:
+        if name in errors:
+            place = f"rocket/{name.replace(' ', '_')}/mixed_cases_error"
+            run.record(place, errors[name], "share")
+
+
+def mixed_cases(results: Mapping[tuple[str, str], Result]) -> pd.DataFrame:
+    """Sort each target's test rows by how many experts alone answer them (Table 5)."""
+    lines = {
+        target: rocket.findings.split_cases(result.single, result.answers[0].correct)
+        for (target, _), result in results.items()
+        if result.single is not None
+    }
+    return pd.DataFrame(lines).T
+
+
+def mixed_errors(cases: pd.DataFrame) -> dict[str, float]:
+    """Return the error rates on all mixed cases together; empty where there are none."""
+    some = cases.dropna()
+    if not len(some):
+        return {}
+    return {
+        name: float(np.average(some[name], weights=some.mixed))
+        for name in cases.columns[3:]
+    }
+
+
+def sizes(names: Iterable[str]) -> list[str]:
+    """Return the arms that change a size, and the default."""
+    return [name for name in names if name == "mixture" or name[-1].isdigit()]
+
+
+def record_foretold(run: Recorder, paired: pd.DataFrame) -> None:
+    """Keep how well perplexity on the shots foretells what tuning a LoRA alone comes to."""
+    if not len(paired):
+        return
+    run.record("rocket/random_lora_on_shots/accuracy", paired.after.mean(), "share")
+    kinds = list(rocket.findings.KINDS)
+    ranks = rocket.findings.correlations(paired, kinds, ["after", "gain"])
+    means = ranks.groupby(level=["of", "with"]).mean()
+    every = pd.MultiIndex.from_product([kinds, ["after", "gain"]])
+    plain, _, reasoned, gain = means.reindex(every)
+    claimed = {
+        "gain_correlation": gain,
+        "reasoning_minus_plain/correlation": reasoned - plain,
+    }
+    for name, value in claimed.items():
+        if np.isfinite(value):
+            run.record(f"rocket/perplexity/{name}", value, "ratio")
