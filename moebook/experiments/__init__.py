@@ -8,6 +8,7 @@ from typing import Any
 
 from moebook.experiments import (
     banks,
+    budgets,
     contest,
     esft,
     pesc,

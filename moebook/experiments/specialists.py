@@ -94,6 +94,8 @@ def rows(settings: Settings) -> Pool:
     general = settings["general"].split(",")
     alignment = settings["alignment"].split(",")
     split = settings["test_split"]
+    # What it refuses, it refuses now.
+    evaluation.load([*tested.values(), *general])
     drawn = esft.rows(
         tested,
         alignment,

@@ -86,7 +86,8 @@ def rows(settings: Settings) -> Pool:
     names = settings["targets"].split(",")
     source = settings["source"]
     # The rivals' notebook has no folder of the hub's data sets.
-    pins = hub.pins(settings["revisions"], settings.get("data_folder", ""))
+    folder = settings.get("data_folder", "")
+    pins = hub.pins(settings["revisions"], folder)
     annotated, held_out = rocket.bank.targets(
         names, source, pins, settings["test_split"]
     )
@@ -95,6 +96,7 @@ def rows(settings: Settings) -> Pool:
     )
     benchmarks = settings["benchmarks"]
     tested = rocket.pipeline.tested(names, benchmarks.split(",") if benchmarks else [])
+    evaluation.load(list(tested.values()), folder)  # what it refuses, it refuses now
     for target in names:
         data.refuse_leak(pool, held_out[target])
     return Pool(annotated, held_out, pool, tested)
