@@ -58,7 +58,7 @@ def described(what: Mapping[str, str], here: Container[str]) -> pd.DataFrame:
     lines: dict[str, dict[str, str]] = {}
     for name, text in what.items():
         lines[name] = {"what it is": text, "in this run": "yes" if name in here else ""}
-    return pd.DataFrame.from_dict(lines, orient="index").rename_axis("arm")
+    return pd.DataFrame.from_dict(lines, orient="index")
 
 
 def asked(settings: Settings, known: Mapping[str, Kind]) -> dict[str, Kind]:

@@ -136,7 +136,7 @@ class Run:
             parameter = self.declared[name]
             help_and_rule = f"{parameter.help} {parameter.rule}".strip()
             lines[name] = {"value": self.settings[name], "what it does": help_and_rule}
-        return pd.DataFrame.from_dict(lines, orient="index").rename_axis("parameter")
+        return pd.DataFrame.from_dict(lines, orient="index")
 
     def beside(self, measures: Mapping[str, Measure]) -> pd.DataFrame | str:
         """Put this run's values beside those of the recorded runs on the same base.
