@@ -100,7 +100,7 @@ WITHOUT = {  # public names without a row, and why
     "methods.rocket.shards.Scored": A_RESULT,
     "methods.rocket.shards.score": "is `scoring` by the shard, which has rows",
     "methods.rocket.shards.select": "is `selection` by the shard, which has rows",
-    "methods.upcycling.upcycling.behind_norms": "takes nothing",
+    "methods.upcycling.measure.behind_norms": "takes nothing",
     "models.*": NO_VALUES,
     "nn.batch.*": A_CHECK,
     "nn.dropout.[Dd]ropout": "has a rate that the settings of all who use it check",

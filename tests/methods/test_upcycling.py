@@ -14,7 +14,7 @@ from moebook import models
 from moebook.analysis.routers import reach
 from moebook.errors import Refusal
 from moebook.methods import pesc, upcycling
-from moebook.methods.upcycling import upcycling as made
+from moebook.methods.upcycling import exporting
 from moebook.methods.upcycling.config import MAIN
 from moebook.methods.upcycling.starts import Start
 from moebook.models import checkpoint
@@ -501,11 +501,11 @@ def test_a_refused_or_failed_export_leaves_nothing(host, mixed, tmp_path, monkey
     refused("E-EXISTS", upcycling.export, model, tmp_path)
     with monkeypatch.context() as patch:
         full = Mock(side_effect=OSError("No space left on device"))
-        patch.setattr(made.checkpoint, "seal", full)
+        patch.setattr(exporting.checkpoint, "seal", full)
         with pytest.raises(OSError, match="No space"):
             upcycling.export(model, tmp_path / "out")
-    carried = [key for key in made.CARRIED if key != "rope_parameters"]
-    monkeypatch.setattr(made, "CARRIED", carried)
+    carried = [key for key in exporting.CARRIED if key != "rope_parameters"]
+    monkeypatch.setattr(exporting, "CARRIED", carried)
     with pytest.raises(
         Refusal, match="E-FORM: the logits of MixtralForCausalLM differ"
     ):

@@ -393,6 +393,7 @@ REFERENCE = {
     "router_init": "methods_upcycling",
     "rocket": "methods_rocket",
     "rivals": "methods_rivals",
+    "banks": "methods_rocket",
     "esft": "methods_esft",
     "routing": "analysis",
     "together": "together",

@@ -5,6 +5,7 @@ train with ``balance_loss`` -> ``save`` or ``export``. ``arms``, ``clouds``, ``s
 notebook.
 """
 
+from moebook.methods.upcycling.apply import balance_loss, load, save, upcycle
 from moebook.methods.upcycling.config import (
     LED,
     Config,
@@ -13,6 +14,8 @@ from moebook.methods.upcycling.config import (
     quarters,
     thirds,
 )
+from moebook.methods.upcycling.exporting import export
+from moebook.methods.upcycling.measure import behind_norms, step_zero
 from moebook.methods.upcycling.representations import batches, clouds, collect, hardest
 from moebook.methods.upcycling.starts import (
     MODES,
@@ -22,15 +25,6 @@ from moebook.methods.upcycling.starts import (
     scaled,
     su,
     trsu,
-)
-from moebook.methods.upcycling.upcycling import (
-    balance_loss,
-    behind_norms,
-    export,
-    load,
-    save,
-    step_zero,
-    upcycle,
 )
 
 __all__ = [
