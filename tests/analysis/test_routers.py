@@ -2,7 +2,6 @@
 
 import math
 
-import numba
 import numpy as np
 import pandas as pd
 import pytest
@@ -310,7 +309,7 @@ def test_distant_groups_stay_apart_and_the_layout_repeats(
 ):
     # Compiling UMAP takes up to 50 s, and its plain Python 3 s a layout of 40 points.
     if not compiled:
-        monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
+        monkeypatch.setattr("numba.config.DISABLE_JIT", True)
     layout = project(two_groups(), method, seed=1)
     assert layout.shape == (1, 40, 2)
     assert np.abs(layout).max() == pytest.approx(1)
