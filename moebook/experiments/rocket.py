@@ -101,12 +101,9 @@ def _needs(
         bank = members(settings) or []
         yield from complaint("", lists.listed, "retrain", settings["retrain"], bank)
     rank = rocket.bank.RECIPE["rank"]
-    if (
-        "expert_lora" in arms
-        and not settings["bank_folder"]
-        and settings["bank_rank"] != rank
-    ):
-        why = f"LoRAs of the shipped bank have rank {rank}, and expert_lora's stand beside them"
+    if settings["bank_rank"] != rank and not settings["bank_folder"]:
+        own = "those of the targets' own sets"  # by which the leak check is tried, in any run
+        why = f"LoRAs of the shipped bank have rank {rank}, and {own} stand beside them"
         yield f"bank_rank = {settings['bank_rank']}: {why}; take {rank}, or give a bank_folder"
     least = main(settings).components + 1
     if "data_by_hull" in arms and settings["shots"] < least:

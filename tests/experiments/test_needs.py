@@ -95,7 +95,7 @@ CANNOT = [
     (
         "rocket",
         "bank_rank = 4: LoRAs of the shipped bank have rank 16",
-        {"bank_rank": 4, "arms": "expert_lora"},
+        {"bank_rank": 4, "arms": "mixture"},
     ),
     (
         "rocket",
@@ -272,7 +272,7 @@ def test_parameters_with_which_an_arm_cannot_run_are_refused_before_any_work(
         ("esft", {"tasks": "gcd", "general": "equations"}),
         ("rocket", {"targets": "kinship_told"}),
         ("rocket", {"shots": 1, "arms": "mixture"}),
-        ("rocket", {"bank_rank": 4, "arms": "mixture"}),
+        ("rocket", {"bank_rank": 4, "bank_folder": "none_there"}),
         ("rivals", {"targets": "kinship_told", "arms": "expert_lora"}),
         ("rivals", {"searches": 3, "arms": "random"}),
         ("rivals", {"steps": 1, "gate_steps": 1, "arms": "pems_untuned"}),

@@ -167,6 +167,7 @@ def here(recipes, monkeypatch):
     monkeypatch.chdir(recipes)
 
     def run(name, settings):
+        left.clear()
         cells = json.loads(sources.find(REPOSITORY, name).path.read_text())["cells"]
         code = []
         for cell in cells:
@@ -178,7 +179,7 @@ def here(recipes, monkeypatch):
         for source in code:
             names["In"].append(source)
             exec(source, names)
-        return left
+        return list(left)
 
     with plt.rc_context(), warnings.catch_warnings(action="ignore"):
         yield run

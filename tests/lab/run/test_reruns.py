@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import time
 from datetime import date
 
@@ -11,6 +12,7 @@ from moebook.errors import Refusal
 from moebook.lab.run.session import NOTE, VALUE
 from moebook.training import loop
 from tests.experiments import draws
+from tests.experiments.test_effects import IDLE
 
 # One task or target alone, where every protocol has several.
 ONE_TASK = {
@@ -22,6 +24,7 @@ ONE_TASK = {
     "together": {"tasks": "gcd", "arms": "full,lora", "again": "lora"},
 }
 DRAWS = 60  # of parameters, in `make soak`
+MEASURED = re.compile("cost|time|memory|_over_")  # by a clock: never the same twice
 LATE = 5  # seconds of CPU after the imports, before which a refusal comes
 
 
@@ -98,3 +101,21 @@ def test_drawn_parameters_run_or_are_refused_before_any_work(number, rerun):
     except Refusal:
         return  # outside of what is declared: refused where parameters are read
     rerun(name, changed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "settings", "parameter", "changed"), IDLE)
+def test_what_is_said_to_do_nothing_changes_no_value(
+    name, settings, parameter, changed, here
+):
+    def values(given):
+        left = here(name, draws.smoke(name) | given)
+        kept = [bundle[VALUE] for bundle in left if VALUE in bundle]
+        return {
+            value["name"]: value["value"]
+            for value in kept
+            if not MEASURED.search(value["name"])
+        }
+
+    usual = values(settings)
+    assert usual and values(settings | changed) == usual
