@@ -160,7 +160,7 @@ class Run:
         mine = [self.witness.recorded.get(name) for name in names]
         here = [value for value in mine if value]
         line: dict[str, object] = dict.fromkeys(
-            ("this run", "recorded runs", "95 % from", "to", "seeds", "study"), ABSENT
+            ("this run", "recorded runs", "95 % interval", "seeds", "study"), ABSENT
         )
         if len(here) == len(names):
             first, *rest = here
@@ -176,7 +176,7 @@ class Run:
         line["recorded runs"] = told(effects.mean())
         ends = interval(effects)
         if ends:
-            line["95 % from"], line["to"] = map(told, ends)
+            line["95 % interval"] = " to ".join(map(told, ends))
         return line | {"seeds": len(effects), "study": pool.protocol}
 
     def arms(self, text: str, known: Mapping[str, Arm]) -> dict[str, Arm]:
