@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moebook import __version__
-from moebook.errors import nearest, refuse, told
+from moebook.errors import extra, nearest, refuse, told
 
 LIVE = ("smoke", "cpu", "gpu", "paper")
 """The tiers at which a whole book can be executed; the others are of pools."""
@@ -125,7 +125,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         options = _parse(arguments)
     except SystemExit:  # argparse has printed help, or the version
         return 0
-    code: int = options.command(options)
+    name = options.command.__name__.removesuffix("_")
+    with extra("notebook", f"moebook {name}"):
+        code: int = options.command(options)
     return code
 
 

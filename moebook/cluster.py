@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from moebook.errors import refuse
+from moebook.errors import extra, refuse
 
 
 def needs(gpus: float) -> dict[str, float]:
@@ -32,10 +32,8 @@ def joined(gpus: float, address: str = "auto", **environment: Any) -> Iterator[A
     address ``local`` starts a cluster of this machine alone.
     """
     needs(gpus)
-    try:
+    with extra("cluster", "--engine ray"):
         import ray
-    except ImportError:
-        refuse("E-DEP", "--engine ray needs Ray: pip install 'moebook[cluster]'")
     there = ray.is_initialized()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:

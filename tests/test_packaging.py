@@ -24,7 +24,7 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-LOCKED_EXTRAS = ("book", "test")
+LOCKED_EXTRAS = ("notebook", "evaluate", "quantised", "book", "test")
 
 # The oldest versions without a known hole (or, for datasets, without scripts that run on loading).
 FLOORS = {
@@ -40,7 +40,7 @@ run = partial(subprocess.run, capture_output=True, text=True, timeout=120)
 
 
 def requirements() -> list[Requirement]:
-    """All that `pip install .[book,test]` asks for by name, with what builds the package."""
+    """All that the locks hold: what the locked extras ask for by name, and what builds."""
     extras = [text for extra in LOCKED_EXTRAS for text in EXTRAS[extra]]
     texts = (
         PROJECT["build-system"]["requires"]

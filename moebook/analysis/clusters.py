@@ -15,7 +15,7 @@ from sklearn.cluster import KMeans
 from sklearn.decomposition import PCA
 from torch import Tensor
 
-from moebook.errors import refuse
+from moebook.errors import extra, refuse
 from moebook.kernels.dispatch import indices, shapes
 from moebook.settings import FINITE, Each, Seed, checked
 
@@ -117,7 +117,7 @@ def panels(
 
 def _umap(seed: int) -> Callable[[Plane], Plane]:
     """Import UMAP here and not above: it compiles for seconds, even if PCA is asked."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), extra("notebook", "the projection 'umap'"):
         # That TensorFlow, an option, is absent.
         warnings.simplefilter("ignore", ImportWarning)
         from umap import UMAP

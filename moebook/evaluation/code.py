@@ -26,16 +26,18 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from lm_eval.api.task import Task
 from pydantic import Field
 
-from moebook.errors import refuse
+from moebook.errors import extra, refuse
 from moebook.evaluation.model import InMemory, Limit
 from moebook.evaluation.sandbox import judged
 from moebook.models.checkpoint import hashed
 from moebook.runtime import cores, progress
 from moebook.settings import Count, Size, checked, settings
 from moebook.storage import read_json, write
+
+with extra("evaluate", "HumanEval and MBPP"):
+    from lm_eval.api.task import Task
 
 SHOWN = (2, 3, 4)  # numbers of the solved tasks before one of MBPP's
 Programs = list[tuple[str, str]]  # an item's: text and verdict

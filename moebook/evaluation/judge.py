@@ -18,23 +18,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import httpx2
 import numpy as np
 import pandas as pd
 from pydantic import Field, SkipValidation
 from sklearn.metrics import roc_auc_score
-from tenacity import (
-    Retrying,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_random_exponential,
-)
 
 from moebook.data import tasks
-from moebook.errors import refuse, refuse_unknown
+from moebook.errors import extra, refuse, refuse_unknown
 from moebook.runtime import progress
 from moebook.settings import Count, Positive, checked, columns, settings
 from moebook.storage import formed, read_json, write
+
+with extra("evaluate", "grading by a model"):
+    import httpx2
+    from tenacity import (
+        Retrying,
+        retry_if_exception,
+        stop_after_attempt,
+        wait_random_exponential,
+    )
 
 ADDRESS = "MOEBOOK_JUDGE_URL"
 MODEL = "MOEBOOK_JUDGE_MODEL"

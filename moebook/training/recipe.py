@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from moebook.errors import refuse
+from moebook.errors import extra, refuse
 from moebook.nn import ChosenRows
 from moebook.settings import Count, Positive, Share, settings
 
@@ -122,11 +122,8 @@ def _paged(model: nn.Module, groups: list[dict[str, Any]], recipe: Recipe) -> Op
             "E-DEVICE",
             f"optimizer {recipe.optimizer} needs a GPU, the model is on none",
         )
-    try:
+    with extra("quantised", f"optimizer {recipe.optimizer}"):
         from bitsandbytes import optim
-    except ImportError:
-        remedy = "pip install bitsandbytes"
-        refuse("E-DEP", f"optimizer {recipe.optimizer} needs a package: {remedy}")
     manager = optim.GlobalOptimManager.get_instance()
     for module in model.modules():
         if isinstance(

@@ -1,8 +1,10 @@
-"""Tiny inputs for the pages "On your own model", made by transformers, PEFT and JSON alone."""
+"""The blocks of the pages "On your own model", and tiny inputs for them as strangers make them."""
 
 import json
 import random
+import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -10,6 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from tests.tokens import byte_tokenizer
 
+BOOK = Path(__file__).resolve().parents[2] / "book"
+PAGES = sorted(path.stem for path in BOOK.glob("own_*.md"))
+FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -86,3 +91,21 @@ def _rows(folder: Path) -> None:
 def write(path: Path, rows: list[dict]) -> None:
     """Write JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def blocks(page: str) -> list[tuple[int, str]]:
+    """Return the blocks of a page, each with the line where it begins."""
+    text = (BOOK / f"{page}.md").read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, match.start(1)), match[1])
+        for match in FENCE.finditer(text)
+    ]
+
+
+def run(page: str) -> dict[str, Any]:
+    """Run a page's blocks in order, and return the names that they leave."""
+    names: dict[str, Any] = {"__name__": page}
+    for line, block in blocks(page):
+        code = compile("\n" * line + block, str(BOOK / f"{page}.md"), "exec")
+        exec(code, names)
+    return names

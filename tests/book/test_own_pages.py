@@ -6,6 +6,8 @@ MOEBOOK_OWN names a folder with inputs of yours, under the names of book/own.md,
 import os
 import re
 import shutil
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -18,10 +20,8 @@ from moebook import data, models
 from moebook.evaluation import harness
 from moebook.methods import pesc, rocket
 from tests.book import own
+from tests.book.own import BOOK, PAGES, blocks, run
 
-BOOK = Path(__file__).resolve().parents[2] / "book"
-PAGES = sorted(path.stem for path in BOOK.glob("own_*.md"))
-FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LONGEST = 14  # lines of a block
 INPUTS = "my-model my-moe my-loras train.jsonl test.jsonl hub-data".split()
 pytestmark = pytest.mark.filterwarnings(
@@ -56,24 +56,6 @@ def place(inputs, tmp_path, monkeypatch):
     return tmp_path
 
 
-def blocks(page):
-    """Return the blocks of a page, each with the line where it begins."""
-    text = (BOOK / f"{page}.md").read_text(encoding="utf-8")
-    found = []
-    for match in FENCE.finditer(text):
-        found.append((text.count("\n", 0, match.start(1)), match[1]))
-    return found
-
-
-def run(page):
-    """Run a page's blocks in order, and return the names that they leave."""
-    names = {"__name__": page}
-    for line, block in blocks(page):
-        code = compile("\n" * line + block, str(BOOK / f"{page}.md"), "exec")
-        exec(code, names)
-    return names
-
-
 def test_there_is_a_page_a_journey_of_short_blocks_that_ends_alike_and_is_in_the_book():
     assert len(PAGES) == 7
     toc = (BOOK / "_toc.yml").read_text()
@@ -93,6 +75,34 @@ def test_every_refusal_that_a_page_names_is_one_of_the_package():
     for page in PAGES:
         named = set(re.findall(r"\bE-[A-Z]+\b", (BOOK / f"{page}.md").read_text()))
         assert named and named <= known, page
+
+
+def test_every_page_runs_with_the_core_alone(tmp_path):
+    """In a process where every package that only an extra asks for is absent."""
+    own.make(tmp_path)
+    program = str(BOOK.parent / "tests" / "alone.py")
+    paths = {**os.environ, "PYTHONPATH": str(BOOK.parent)}
+    ran = subprocess.run(
+        [sys.executable, program],
+        cwd=tmp_path,
+        env=paths,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    command = "pip install 'moebook[{}]'"
+    for extra, what in (
+        ("evaluate", "benchmark 'arc_easy' of lm-eval needs the package lm_eval"),
+        ("notebook", "moebook doctor needs the package"),
+        ("notebook", "a figure needs the package matplotlib"),
+        ("notebook", "the projection 'umap' needs the package umap"),
+        ("notebook", "a task of numbers in words needs the package num2words"),
+        ("quantised", "host='qlora' needs the package bitsandbytes"),
+        ("rivals", "optimiser 'cma' needs the package nevergrad"),
+        ("evaluate", "grading by a model needs the package"),
+    ):
+        (line,) = (line for line in ran.stdout.splitlines() if what in line)
+        assert line.startswith("E-DEP: ") and line.endswith(command.format(extra))
 
 
 def test_a_dense_model_is_crafted_trained_saved_loaded_and_asked(place):

@@ -1,10 +1,10 @@
 """What of a host trains in PESC, what it is measured by (Eq. 6, sizes, cost), who writes claims."""
 
 import copy
-import importlib.util
 import inspect
 import json
 import re
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -101,10 +101,12 @@ def test_qlora_holds_the_layers_linears_in_double_quantised_nf4_alone(
     )
     wrapped = [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
     assert {(m.r["default"], m.scaling["default"]) for m in wrapped} == {(4, 16 / 4)}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     model = host()
     before = [type(m) for m in model.modules()]
-    with pytest.raises(Refusal, match=r"E-DEP: .*pip install bitsandbytes"):
+    with pytest.raises(
+        Refusal, match=r"E-DEP: .*bitsandbytes: pip install 'moebook.quantised"
+    ):
         pesc.prepare(model, pesc.Config(**SMALL, host="qlora"))
     assert [type(m) for m in model.modules()] == before
 

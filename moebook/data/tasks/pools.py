@@ -19,9 +19,8 @@ from itertools import islice, product
 from pathlib import Path
 from string import Formatter
 
-from num2words import num2words
-
 from moebook.data.tasks.task import Item, Pool, shipped
+from moebook.errors import extra
 from moebook.storage import formed
 
 EXPRESSIONS = 6_000
@@ -327,6 +326,9 @@ def copyleft() -> Iterator[Item]:
 @cache
 def words(number: int, language: str) -> str:
     """Write a number in French ("fr", as spelt before 1990) or Spanish ("es")."""
+    with extra("notebook", "a task of numbers in words"):
+        from num2words import num2words
+
     text: str = num2words(number, lang=language)
     return text
 

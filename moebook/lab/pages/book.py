@@ -5,14 +5,13 @@ Nothing heavy is imported here: what needs the libraries are children, most of t
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from moebook import runtime, storage
-from moebook.errors import Refusal, located, refuse
+from moebook.errors import Refusal, extra, located, refuse
 from moebook.lab import records
 from moebook.lab.pages import rendering
 from moebook.lab.records import Run, store
@@ -71,8 +70,8 @@ def renew(names: Sequence[str], folder: Path) -> None:
 
 def _make(protocols: Mapping[str, str], tier: str, folder: Path) -> None:
     """Execute notebooks at protocols, where they have changed, and render the book."""
-    if importlib.util.find_spec("jupyter_book") is None:
-        refuse("E-DEP", "Jupyter Book is not installed; pip install 'moebook[book]'")
+    with extra("book", "the book"):
+        import jupyter_book  # noqa: F401  # its child would end without it
     jobs = list(_todo(protocols, folder))
     with _forking(folder, bool(jobs) or not _pages_are_current(folder)) as places:
         execute(jobs, folder, places)

@@ -5,12 +5,15 @@ cell that ends in the call shows it once. Captions and alternative texts belong 
 cell's metadata.
 """
 
-from moebook.lab.plotting.charts import (
-    curves,
-    forest,
-    heatmap,
-    leads,
-    loads,
-    points,
-    style,
-)
+from moebook.errors import extra
+
+with extra("notebook", "a figure"):
+    from moebook.lab.plotting.charts import (
+        curves,
+        forest,
+        heatmap,
+        leads,
+        loads,
+        points,
+        style,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import ClassVar
@@ -12,7 +11,7 @@ from peft import LoraConfig
 from torch import nn
 
 from moebook import nn as mnn
-from moebook.errors import refuse
+from moebook.errors import extra, refuse
 from moebook.methods.pesc.config import Config
 from moebook.models import checkpoint
 from moebook.models.anatomy import Anatomy, Layer, anatomy, beside, dense_layers, graft
@@ -127,11 +126,8 @@ def assemble(model: nn.Module, made_from: Origin) -> nn.Module:
     if config.host in ("lora", "qlora"):
         check_rank(model, lora)  # before anything is changed
     if config.host == "qlora":
-        if importlib.util.find_spec("bitsandbytes") is None:
-            refuse(
-                "E-DEP",
-                "host='qlora' needs a package: pip install bitsandbytes; or 'lora'",
-            )
+        with extra("quantised", "host='qlora'"):
+            import bitsandbytes  # noqa: F401  # before anything is changed
         _quantise(model, chosen[0])
     if made_from.sparse:
         install(chosen, config)

@@ -13,7 +13,6 @@ summaries agree; its text was not at hand, and that its penalty is a sum is unve
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 import warnings
@@ -27,7 +26,7 @@ from scipy.optimize import minimize
 from torch import nn
 
 from moebook import training
-from moebook.errors import refuse
+from moebook.errors import extra, refuse
 from moebook.kernels.dispatch import shapes
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Cost, Data, Tuned
@@ -169,12 +168,8 @@ def folded(weights: np.ndarray) -> np.ndarray:
 
 
 def _cma(loss: Loss, size: int, budget: int, seed: int) -> None:
-    if importlib.util.find_spec("nevergrad") is None:
-        refuse(
-            "E-DEP",
-            "optimiser 'cma' needs a package: pip install nevergrad; or take 'cobyla'",
-        )
-    import nevergrad
+    with extra("rivals", "optimiser 'cma'"):
+        import nevergrad
 
     box = nevergrad.p.Array(init=np.zeros(size), lower=-BOX, upper=BOX)
     box.random_state.seed(seed)

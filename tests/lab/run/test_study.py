@@ -313,7 +313,9 @@ def test_without_ray_or_a_cluster_of_it_a_line_says_so(fresh, monkeypatch):
     commit(fresh)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "ray", None)
-        with pytest.raises(Refusal, match="E-DEP: --engine ray needs Ray: pip install"):
+        with pytest.raises(
+            Refusal, match="E-DEP: --engine ray needs the package ray: pip install"
+        ):
             study.study("toy", "nano", [0], engine="ray", folder=fresh)
     ray = pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
