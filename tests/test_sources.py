@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from recipes import install
+
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 RUN = [path for path in NOTEBOOKS if not path.stem.endswith("_findings")]
@@ -147,13 +149,10 @@ def test_a_notebook_is_a_recipe_without_outputs(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_alone_first_installs_the_package_from_the_repository_and_only_in_colab(
-    path,
-):
+def test_a_notebook_alone_first_installs_the_released_wheel_and_only_in_colab(path):
     first = next(
         c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"
     )
-    url = yaml.safe_load((ROOT / "_config.yml").read_text())["repository"]["url"]
     assert first["metadata"] == {"tags": ["install", "remove-cell"]}
     ran, shell = [], SimpleNamespace(run_line_magic=lambda *words: ran.append(words))
     for modules in ({}, {"google.colab": None}):
@@ -161,7 +160,21 @@ def test_a_notebook_alone_first_installs_the_package_from_the_repository_and_onl
             for name, module in modules.items():
                 patch.setitem(sys.modules, name, module)
             exec("".join(first["source"]), {"get_ipython": lambda: shell})
-        assert ran == [("pip", f"install -q git+{url}")] * len(modules)
+        assert ran == [("pip", f"install -q '{install.PACKAGE}'")] * len(modules)
+
+
+def test_the_address_of_the_repository_is_decided_in_one_place():
+    for path, text in install.texts().items():
+        assert path.read_text(encoding="utf-8") == text, "python -m recipes.install"
+    config = yaml.safe_load((ROOT / "_config.yml").read_text())
+    assert config["repository"]["url"] == install.REPOSITORY
+    owner = install.REPOSITORY.removeprefix("https://").removesuffix("/moebook")
+    for path in (*ROOT.glob("*.*"), *(ROOT / "book").glob("*.md")):
+        if not path.is_file():
+            continue
+        named = owner in path.read_text(encoding="utf-8")
+        decided = path.name in ("pyproject.toml", "CHANGELOG.md")
+        assert not named or decided or path in install.texts(), path.name
 
 
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
