@@ -396,6 +396,7 @@ REFERENCE = {
     "banks": "methods_rocket",
     "esft": "methods_esft",
     "routing": "analysis",
+    "banks": "methods_rocket",
     "together": "together",
     "kernels": "kernels",
 }
