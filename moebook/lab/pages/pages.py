@@ -396,7 +396,6 @@ REFERENCE = {
     "banks": "methods_rocket",
     "esft": "methods_esft",
     "routing": "analysis",
-    "banks": "methods_rocket",
     "together": "together",
     "kernels": "kernels",
 }
