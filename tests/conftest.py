@@ -48,12 +48,12 @@ def cut_the_network(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(cut_the_network)
 
 
-# What takes longest or waits for processes, in this order, as two workers begin with it: the tests
-# of the first share a warm process, many of the second a study.
+# What takes longest or waits for processes, in this order, as each of three workers begins with it.
+# The tests of a line share something: a warm process, a study or a cluster, the rendered book.
 FIRST = (
     "its_values_are_in_the_page findings_are_drawn killed_runs".split(),
-    "test_a_cluster_of_two test_study.py killed_studies test_sharding test_two_processes"
-    " compile_and_fit smollm2_is_converted shipped_bases".split(),
+    "test_a_cluster_of_two test_study.py killed_studies test_sharding test_two_processes".split(),
+    "test_book.py killed_build test_own_pages compile_and_fit shipped_bases".split(),
 )
 
 
@@ -66,6 +66,7 @@ def pytest_xdist_auto_num_workers() -> int:
     )
 
 
+@pytest.hookimpl(trylast=True)  # when those that are not asked for have gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest, so that no worker waits for another's last test."""
     chains = [
@@ -75,8 +76,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rest = [item for item in items if not any(item in chain for chain in chains)]
     # xdist deals the tests out in equal parts; who has none left takes them from another's end.
     part = len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    place = max(0, part - len(chains[0]))
-    items[:] = [*chains[0], *rest[:place], *chains[1], *rest[place:]]
+    ordered: list[pytest.Item] = []
+    for number, chain in enumerate(chains, start=1):
+        ordered += chain
+        room = max(0, number * part - len(ordered))
+        ordered += rest[:room]
+        rest = rest[room:]
+    items[:] = ordered + rest
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
