@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moebook import lists, runtime, storage
 from moebook.errors import Refusal, nearest, refuse, shown
-from moebook.intervals import interval
 from moebook.lab import records
 from moebook.lab.records import store
 from moebook.lab.records.runs import Curve, Value, rounded
@@ -169,6 +168,9 @@ class Run:
         pool = _recorded(names, str(self.settings.get("base", "")))
         if pool is None:
             return line
+
+        # Here, since SciPy takes a second, which `moebook list` does not have.
+        from moebook.intervals import interval
 
         effects = pool.effects(names[0], names[1] if len(names) > 1 else None)
         unit = next(iter(pool.values(names[0]).values())).unit
