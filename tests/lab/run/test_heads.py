@@ -134,3 +134,39 @@ def test_another_measure_stands_in_where_no_pool_has_the_arms(project):
     path.write_text(text.replace("record: other", f"record: {stands}"))
     chance = sees(np.array([-1, -0.9, -0.8])[:, None], 0.5, 4)
     assert facts(project)["Chance to see it"] == f"{chance:.0%} with 4 seeds"
+
+
+UNDESIGNED = {"02_router_init.nano", "08_routing.nano"}  # their pages say no design
+
+
+def test_what_decides_a_claim_was_designed_before_with_seeds_and_a_meaning():
+    """But for two of the first protocols, whose claims nothing else measures."""
+    without = set()
+    for path in (ROOT / "notebooks").glob("*.yaml"):
+        head = path.read_text().partition("\ntier:")[0]
+        if "# Decides: " in head:
+            designed = heads.MARK in head and "# Seeds: " in head
+            without |= set() if designed else {path.stem}
+    assert without == UNDESIGNED
+
+
+def test_a_pool_at_fixed_rates_has_a_pool_of_other_seeds_that_chose_them():
+    """Of one design `x` it is `x_tuning` or `x_rates`; of `fixed` it is `tuning`."""
+    for path in (ROOT / "notebooks").glob("*.yaml"):
+        text = path.read_text()
+        if "\nfixed_rates: " not in text:
+            continue
+        name, _, protocol = path.stem.partition(".")
+        root = protocol.removesuffix("fixed")
+        chosen = [f"{name}.{root}tuning", f"{name}.{protocol}_tuning"]
+        chosen += [f"{name}.{protocol}_rates"]
+        own = {seeds(text)}
+        others = [path.with_name(f"{one}.yaml") for one in chosen]
+        found = [other for other in others if other.is_file()]
+        assert found, f"{path.name}: no pool chooses its rates"
+        assert not own & {seeds(other.read_text()) for other in found}
+
+
+def seeds(text):
+    (line,) = [part for part in text.splitlines() if part.startswith("# Seeds: ")]
+    return line.removeprefix("# Seeds: ")
