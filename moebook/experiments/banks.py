@@ -21,7 +21,7 @@ from moebook.errors import Refusal, nearest, refuse
 from moebook.experiments import needs
 from moebook.experiments.arm import Complaints, Settings, asked, refuse_complaints
 from moebook.experiments.experiment import Recorder
-from moebook.experiments.rocket import SIZES, annotated
+from moebook.experiments.rocket import SIZES, annotated, choice, encoder_there
 from moebook.methods import rocket
 from moebook.methods.rocket.augmentation import Encoder
 from moebook.methods.rocket.bank import Bank, Row
@@ -123,9 +123,8 @@ def _needs(settings: Settings) -> Iterator[str]:
     if steps * settings["bank_epochs"] == 1:
         why = "a LoRA's only step is that of the warm-up, at rate 0, so nothing is trained"
         yield f"bank_rows = {settings['bank_rows']}: {why}; take more, or more bank_epochs"
-    if settings["candidates"] > len(names):
-        have = f"the bank has {len(names)} LoRAs"
-        yield f"candidates = {settings['candidates']}: {have}; take {len(names)} or less"
+    yield from choice(settings, names)
+    yield from encoder_there(settings)
 
 
 def _targets(settings: Settings) -> Complaints:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -179,27 +179,31 @@ def on_a_bank(settings: Settings) -> Iterator[str]:
     if settings["members"] and not settings["bank_folder"]:
         shipped = rocket.bank.EMBEDDED
         yield from complaint("", lists.listed, "members", settings["members"], shipped)
-    yield from _choice(settings)
+    bank = members(settings)
+    if bank is not None:
+        yield from choice(settings, bank)
     batch = rocket.bank.RECIPE["batch"]
     steps = settings["bank_epochs"] * math.ceil(settings["bank_rows"] / batch)
     if makes_bank(settings) and steps == 1:
         sizes = f"bank_rows = {settings['bank_rows']} and bank_epochs = 1"
         why = f"a LoRA of the bank has one step of {batch} rows, in the warm-up, at rate 0"
         yield f"{sizes}: {why}; give more rows or epochs"
+    yield from encoder_there(settings)
+
+
+def encoder_there(settings: Settings) -> Iterator[str]:
+    """Complain about an encoder's folder that is not there."""
     encoder = settings["encoder"]
     if encoder.startswith(("/", "./", "~")) and not Path(encoder).expanduser().exists():
         yield f"encoder = {encoder!r}: there is no such folder; take minilm, or org/name@commit"
 
 
-def _choice(settings: Settings) -> Iterator[str]:
+def choice(settings: Settings, bank: Sequence[str]) -> Iterator[str]:
     """Complain about a bank with fewer LoRAs than are to be chosen from for a target.
 
     A LoRA of the target's own task is left out there: it has seen the rows.
     """
-    bank = members(settings)
-    if bank is None:
-        return
-    where = "members lists" if settings["members"] else "the shipped bank holds"
+    where = "members lists" if settings["members"] else "the whole bank holds"
     for target in settings["targets"].split(","):
         size = len([name for name in bank if name != target])
         seen = ""

@@ -8,7 +8,7 @@ from moebook import experiments
 from moebook.lab.run import parameters, sources
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOKS = ("pesc", "router_init", "rocket", "esft", "rivals", "together")
+NOTEBOOKS = tuple(experiments.CHECKS)
 
 # Where a run happens and where rows come from: not drawn, another machine would be needed.
 ELSEWHERE = {
@@ -51,6 +51,7 @@ AFFORDABLE = {
     "batch": 16,
     "accumulate": 4,
     "repeats": 2,
+    "draws": 2,
     "searches": 8,
     "checkpoints": 2,
     "experts": 8,
@@ -75,7 +76,9 @@ def smoke(name):
 def known(name):
     """Return the arms that a notebook has at smoke, by name."""
     module = getattr(experiments, name)
-    return module.ARMS if hasattr(module, "ARMS") else module.known(smoke(name))
+    if hasattr(module, "known"):
+        return module.known(smoke(name))
+    return module.CHOICES if name == "banks" else module.ARMS
 
 
 def arms(name, draw, *, affordable):

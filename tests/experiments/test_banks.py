@@ -39,7 +39,7 @@ CANNOT = {
         "shots": 1000,
         "test_split": "fresh",
     },
-    "candidates = 6: the bank has 4 LoRAs; take 4": {"candidates": 6},
+    "candidates = 6: members lists 4; take 4": {"candidates": 6},
     "bank_rows = 32: a LoRA's only step is that of the warm-up": {"bank_rows": 32},
     "members lists 'sumz': .* did you mean 'sums'": {"members": "sumz,gcd,kinship"},
     "experts .N. is 4, expected 1 to 3": {"experts": 4},

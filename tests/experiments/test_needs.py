@@ -11,7 +11,7 @@ from moebook.lab.run import parameters, sources
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOKS = ("esft", "rocket", "rivals", "together")
+NOTEBOOKS = ("esft", "rocket", "rivals", "together", "banks")
 
 
 @cache
@@ -60,7 +60,7 @@ CANNOT = [
     ),
     (
         "rocket",
-        "candidates = 13: the shipped bank holds 12; take 12 or less",
+        "candidates = 13: the whole bank holds 12; take 12 or less",
         {"members": "", "candidates": 13},
     ),
     (
@@ -105,7 +105,7 @@ CANNOT = [
     ("rocket", "top_k is 3, expected 1 to 2", {"top_k": 3}),
     (
         "rocket",
-        "candidates = 12: the shipped bank holds 12, of which gcd's has seen .*; take 11",
+        "candidates = 12: the whole bank holds 12, of which gcd's has seen .*; take 11",
         {"members": "", "candidates": 12, "targets": "gcd"},
     ),
     (
@@ -202,6 +202,17 @@ CANNOT = [
         "new names 'kinship_tld': .* did you mean 'kinship_told'",
         {"new": "kinship_tld"},
     ),
+    (
+        "banks",
+        "members = 'gcd,sums': there is nothing to choose from, of which gcd's has seen",
+        {"members": "gcd,sums", "candidates": 2, "targets": "gcd"},
+    ),
+    (
+        "banks",
+        "candidates = 4: members lists 4, of which gcd's has seen .*; take 3 or less",
+        {"candidates": 4, "targets": "gcd"},
+    ),
+    ("banks", "encoder = '/nonexistent'", {"encoder": "/nonexistent"}),
     ("together", "tasks names 'gdc'", {"tasks": "gdc,isa"}),
     ("together", "new = 'gcd': tasks trains on it", {"new": "gcd"}),
     (
@@ -262,7 +273,10 @@ def test_parameters_with_which_an_arm_cannot_run_are_refused_before_any_work(
     name, message, changes
 ):
     settings = given(name, **changes)
-    for refuses in (experiments.check, plans.trainings):
+    checks = [experiments.check]
+    if name in plans.TRAINED:
+        checks.append(plans.trainings)
+    for refuses in checks:
         refused(f"E-RANGE: (.*; and )?{message}", refuses, name, settings)
 
 

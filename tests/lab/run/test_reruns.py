@@ -22,6 +22,7 @@ ONE_TASK = {
     "esft": {"tasks": "isa", "general": "gcd", "arms": "gate,lora"},
     "rivals": {"targets": "kinship_told", "arms": "expert_lora,smear"},
     "together": {"tasks": "gcd", "arms": "full,lora", "again": "lora"},
+    "banks": {"targets": "copyleft", "arms": "own_choice,rotated"},
 }
 DRAWS = 60  # of parameters, in `make soak`
 MEASURED = re.compile("cost|time|memory|_over_")  # by a clock: never the same twice
