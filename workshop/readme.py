@@ -8,20 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from moebook import storage
-from moebook.lab.evidence import findings, verdicts
+from moebook.lab.evidence import prose, verdicts
 from moebook.lab.pages import pages
-from moebook.lab.pages.pages import TITLES
 from moebook.lab.run import pace
 
 MARK = "<!-- {}: python -m workshop.readme -->\n"
 
 
 def found(folder: Path) -> str:
-    """Return the main claims with their verdicts as Markdown, a line each."""
-    rows = findings.mains(verdicts.ledger(folder, live=False))
-    return "".join(
-        f"- {TITLES[row.claim.paper]}: {findings.sentence(row)}\n" for row in rows
-    )
+    """Return the front page's table of papers, promises and verdicts as Markdown."""
+    rows = verdicts.ledger(folder, live=False)
+    return prose.pages(folder, rows)["found_front"]
 
 
 def times(folder: Path) -> str:

@@ -1,8 +1,8 @@
 """Slides for each paper, from the pages and figures of a rendered book.
 
 ``python -m workshop.slides FOLDER`` writes ``FOLDER/<paper>.html`` beside the two libraries that
-they need, so that they show without a network: the idea and its diagram, what was found, every
-figure of the findings, and the exercises. Nothing on them is typed here.
+they need, so that they show without a network: the idea and its diagram, what was found, a
+paragraph a slide, every figure of the findings, and the exercises. Nothing on them is typed here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nbconvert.filters import markdown2html
 
 from moebook import storage
 from moebook.lab import papers
-from moebook.lab.evidence import findings, verdicts
+from moebook.lab.evidence import prose, verdicts
 from moebook.lab.pages.pages import TITLES
 from workshop.editions import exercises, plain
 
@@ -28,7 +28,6 @@ HERE = Path(__file__).parent
 FIGURE = re.compile(
     r"(?s)```\{figure\} (\S+)\n.*?^:alt: (.*?)\n\n(.*?)\n```", re.MULTILINE
 )
-MOST = 4  # sentences on a slide
 
 
 class Slide(NamedTuple):
@@ -50,20 +49,14 @@ def slides(paper: str, folder: Path) -> Iterator[Slide]:
     """Make the slides of a paper from a project whose book is built."""
     book = folder / "book"
     theory = (book / f"{paper}_theory.md").read_text(encoding="utf-8")
-    idea, _, _ = theory.partition("\n\n```{figure}")
+    idea = theory.partition("# ")[2].partition("\n\n```{figure}")[0]
     path, alt, caption = FIGURE.search(theory).groups()  # type: ignore[union-attr]
     yield Slide(TITLES[paper], plain(idea.partition("\n\n")[2]))
     diagram = data((book / path).read_bytes(), "svg+xml")
     yield Slide("The idea", "", diagram, alt, plain(caption))
-    rows = findings.ordered(verdicts.ledger(folder, paper, live=False))
-    measured = [row for row in rows if row.verdicts]
-    for label in dict.fromkeys(row.labels[0] for row in measured):
-        mine = [
-            f"- {findings.sentence(row)}" for row in measured if row.labels[0] == label
-        ]
-        for at in range(0, len(mine), MOST):
-            text = "\n".join(mine[at : at + MOST])
-            yield Slide(f"What we found: {verdicts.LABELS[label]}", text)
+    told = prose.pages(folder, verdicts.ledger(folder, live=False))[f"found_{paper}"]
+    for paragraph in told.strip().split("\n\n"):
+        yield Slide("What we found", "\n\n".join(paragraph.splitlines()))
     for notebook in sorted((book / "notebooks").glob(f"*_{paper}_findings.ipynb")):
         yield from _figures(storage.read_ipynb(notebook)["cells"])
     title, tasks = exercises(book / f"{paper}_exercises.md")

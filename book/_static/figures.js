@@ -317,9 +317,12 @@
       const narrow = width < 560;
       const [left, high] = narrow ? [0, 36] : [230, 20];
       const right = width - 74;
-      const low = Math.min(0, ...points.map((point) => point.low));
-      const most = Math.max(0, ...points.map((point) => point.high));
-      const scale = (x) => left + 8 + ((right - left - 16) * (x - low)) / (most - low || 1);
+      // The axis shows every effect; an interval that is much wider is cut at its end.
+      const edge = 1.2 * Math.max(...points.map((point) => Math.abs(point.value)));
+      const low = Math.max(-edge, Math.min(0, ...points.map((point) => point.low)));
+      const most = Math.min(edge, Math.max(0, ...points.map((point) => point.high)));
+      const within = (x) => Math.min(most, Math.max(low, x));
+      const scale = (x) => left + 8 + ((right - left - 16) * (within(x) - low)) / (most - low || 1);
       const bottom = 40 + high * points.length;
       const marks = points.flatMap(({ id, scale: where, value, low, high: top, sure }, place) => {
         const y = 40 + high * place + (narrow ? 26 : 10);
@@ -348,7 +351,8 @@
         panel(unit, points.filter((point) => point.unit === unit), Math.max(280, frame.clientWidth - 24))));
     };
     const long = table.closest(".pst-scrollable-table-container") ?? table.closest(".moe-long");
-    (long ?? table).before(told, frame);
+    const fold = html("details", { class: "moe-drawn" }, html("summary", {}, "Draw these effects"), frame);
+    (long ?? table).before(told, fold);
     table.addEventListener("filtered", draw);
     new ResizeObserver(draw).observe(frame);
     draw();

@@ -73,6 +73,12 @@ if (cell) {
   cell.before(button);
 }
 
+// The arrows that unfold a chapter in the sidebar show no word: they are called by their chapter.
+for (const arrow of document.querySelectorAll(".bd-sidenav details > summary")) {
+  const chapter = arrow.closest("li").querySelector("a")?.textContent.trim();
+  arrow.setAttribute("aria-label", `Pages of ${chapter}`);
+}
+
 // The theme calls these buttons other than they read: "Search" where it shows "Search Ctrl+K".
 for (const button of document.querySelectorAll(".search-button-field, .theme-switch-button")) {
   button.removeAttribute("aria-label");

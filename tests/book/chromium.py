@@ -1,8 +1,10 @@
 """A headless Chromium, driven over its debugging pipe: no driver and no websocket are needed."""
 
+import base64
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -86,6 +88,12 @@ class Chromium:
         }
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
+    def printed(self):
+        """Number of sheets of A4 that the page takes in print."""
+        options = {"preferCSSPageSize": True, "printBackground": True}
+        content = base64.b64decode(self.call("Page.printToPDF", **options)["data"])
+        return len(re.findall(rb"/Type\s*/Page\b", content))
+
     def violations(self):
         """What axe-core finds critical or serious in the page: rule and first place."""
         # For the script it carries.
@@ -120,6 +128,11 @@ class Chromium:
             self.requests.append(message["params"]["request"]["url"])
         elif message.get("method") == "Runtime.exceptionThrown":
             self.errors.append(message["params"]["exceptionDetails"])
+        elif message.get("method") == "Runtime.consoleAPICalled":
+            told = message["params"]
+            if told["type"] == "error":
+                words = [str(part.get("value", "")) for part in told["args"]]
+                self.errors.append({"text": " ".join(words)})
         elif message.get("method") == "Page.loadEventFired":
             self._loaded = True
         return message

@@ -2,7 +2,9 @@
 
 A page fails where axe-core finds something critical or serious, in light or in dark, where it is
 taller than 12,000 px at a width of 1400 with its code folded, larger than 3 MB though no notebook,
-wider than a phone, throws an error, or asks another host for anything. Exits with 1 if one fails.
+wider than a phone or taller than 20,000 px on one, throws an error or writes one to the console, or
+asks another host for anything. A long table must show ten rows at once and print on 20 sheets.
+Exits with 1 if one fails.
 """
 
 import sys
@@ -12,6 +14,14 @@ from pathlib import Path
 from chromium import Chromium, installed
 
 TALLEST, LARGEST, PHONE = 12_000, 3_000_000, 420
+TALLEST_ON_A_PHONE, ROWS, SHEETS = 20_000, 10, 20
+# Of each long table, the rows that its box shows at once, or ten where it has no more.
+SHOWN = """[...document.querySelectorAll('.moe-long')].map(box => {
+  const rows = [...box.querySelectorAll('tbody tr')];
+  const bottom = box.getBoundingClientRect().top + box.clientHeight;
+  const shown = rows.filter(row => row.getBoundingClientRect().bottom <= bottom + 1);
+  return shown.length === rows.length ? 10 : shown.length;
+})"""
 STILL = "document.head.insertAdjacentHTML('beforeend', '<style>* {transition: none !important}')"
 THEME = (
     "Object.assign(document.documentElement.dataset, {theme: '%s', mode: '%s'}); null"
@@ -30,6 +40,10 @@ def faults(browser, page):
     if (height := browser.run(SIZE % "scrollHeight")) > TALLEST:
         yield f"{height} px tall"
     browser.run(FOLD)
+    tables = browser.run(SHOWN)
+    yield from (f"a table shows {rows} rows" for rows in tables if rows < ROWS)
+    if tables and (sheets := browser.printed()) > SHEETS:
+        yield f"prints on {sheets} sheets"
     if page.parent.name != "notebooks" and page.stat().st_size > LARGEST:
         yield f"{page.stat().st_size / 1e6:.1f} MB"
     browser.run(STILL)  # axe would see colours on their way from one theme to the other
@@ -39,6 +53,8 @@ def faults(browser, page):
     browser.resize(PHONE, 800)
     if (width := browser.run(SIZE % "scrollWidth")) > PHONE:
         yield f"{width} px wide on a phone"
+    if (height := browser.run(SIZE % "scrollHeight")) > TALLEST_ON_A_PHONE:
+        yield f"{height} px tall on a phone"
     yield from (f"asks for {url}" for url in browser.requests if url.startswith("http"))
     yield from (f"throws {error['text']}" for error in browser.errors)
 

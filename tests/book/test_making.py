@@ -102,6 +102,7 @@ MADE_OF = [  # files, and whether pages are still current when one of them has c
     ("results/faults.json", False),
     ("requirements.lock", False),
     ("book/notebooks/01_toy.parquet", False),
+    ("book/found/a.md", False),
     ("recipes/gpu.yaml", False),
     ("_config.yml", False),
     ("book/_generated/a.md", False),

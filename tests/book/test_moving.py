@@ -282,7 +282,5 @@ def test_the_forest_shows_the_intervals_that_the_filters_leave(
             f"{circles}.map(e => [e.className.baseVal, Number(e.dataset.value)])"
         )
         assert drawn == [[kind, pytest.approx(value)] for kind, value in left]
-    told = browser.run(
-        "document.querySelector('.moe-forest').previousSibling.innerText"
-    )
+    told = browser.run("document.querySelector('.moe-drawn').previousSibling.innerText")
     assert told.startswith("1 interval: 0 as claimed, 1 against it, 0 undecided")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, product
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from moebook import experiments, storage
 from moebook.errors import nearest, refuse
-from moebook.intervals import interval, p_value
+from moebook.intervals import interval
 from moebook.lab import papers, plotting, records
 from moebook.lab.evidence.verdicts import (
     LABELS,
@@ -41,29 +41,15 @@ SO_FAR = {
     0: "no difference so far",
     -1: "against the claim so far",
 }
+PROMISES = {
+    "pesc.sparse-beats-dense": "PESC: sparse over dense",
+    "router_init.trsu-beats-dense": "router start: TRSU over dense",
+    "rocket.beats-source-best-sft": "Rocket: mixture over one LoRA",
+    "esft.gate-beats-attention-lora": "ESFT: experts over LoRA",
+}
+"""The gain in accuracy that each paper is about, and what it is called in a figure."""
+SMALL = "1 M"  # the scale at which all four were measured
 ARMS = ["measure", "arm", "value", "low", "high", "seeds"]  # columns of a table of arms
-
-
-def mains(rows: Iterable[Row]) -> list[Row]:
-    """The main claim of each paper: the first in its file that has not ended."""
-    standing = [row for row in rows if not row.claim.ended]
-    return [next(of) for _, of in groupby(standing, key=lambda row: row.claim.paper)]
-
-
-def ordered(rows: Iterable[Row]) -> list[Row]:
-    """Sort rows for a reader: surprises first, of each kind the strongest first."""
-    order = [*LABELS]
-
-    def place(row: Row) -> tuple[int, float]:
-        strengths = [verdict.shown.strength for verdict in row.verdicts]
-        return min(map(order.index, row.labels)), -max(strengths, default=0.0)
-
-    return sorted(rows, key=place)
-
-
-def sentence(row: Row) -> str:
-    """Say what a claim is and what was found about it, scale by scale, in Markdown."""
-    return f"{row.claim.sentence} {said(row)}"
 
 
 def said(row: Row) -> str:
@@ -193,51 +179,20 @@ def numbers(best: Measurement) -> str:
     return f"{value}{bound} (95 % from {span(claim, *ends)}; {seeds(best.seeds)})"
 
 
-def summary(rows: Iterable[Row]) -> pd.DataFrame:
-    """Put sampled claims into a table, a line a scale; a star: it survives the correction."""
-    names, lines = [], []
-    sampled = [row for row in ordered(rows) if not (row.claim.exact or row.claim.ended)]
-    for verdict in (verdict for row in sampled for verdict in row.verdicts):
-        shown, claim = verdict.shown, verdict.claim
-        names.append(claim.id.partition(".")[2])
-        lines.append(
-            {
-                "scale": verdict.scale,
-                "seeds": shown.seeds,
-                "effect": amount(claim, shown.effect),
-                "95 %": span(claim, *shown.interval) if shown.interval else "",
-                "could see": amount(claim, shown.smallest).lstrip("+")
-                if shown.smallest
-                else "",
-                "the paper's": ""
-                if claim.claimed is None
-                else amount(claim, claim.claimed),
-                "verdict": LABELS[verdict.label] + " *" * verdict.survives,
-            }
-        )
-    columns = [
-        "scale",
-        "seeds",
-        "effect",
-        "95 %",
-        "could see",
-        "the paper's",
-        "verdict",
-    ]
-    return pd.DataFrame(lines, index=names, columns=columns)
-
-
-def forest(rows: Iterable[Row], title: str) -> Any:
-    """Draw every claim with an interval, scale by scale; None where nothing was measured."""
-    every = ordered(rows)
-    several = len({row.claim.paper for row in every}) > 1
-    points = [point for row in every for point in intervals(row, several)]
-    frame = pd.DataFrame(points, columns=[*COLUMNS, "printed"]).astype(
-        {"printed": float}
-    )
-    order = list(dict.fromkeys(["points", "nats", *frame.panel]))
-    frame = frame.sort_values("panel", key=lambda p: p.map(order.index), kind="stable")
-    return plotting.forest(frame, xlabel="effect, as claimed to the right", title=title)
+def promises(rows: Iterable[Row]) -> Any:
+    """Draw what each paper promises in points and what we measured; None where nothing ran."""
+    points = []
+    by_name = {row.claim.id: row for row in rows}
+    for name, label in PROMISES.items():
+        verdict = by_name[name].at(SMALL) if name in by_name else None
+        if verdict and verdict.shown.smallest:
+            _, _, scale, *numbers, _, printed = _point(verdict, label)
+            decided = verdict.shown.side != 0
+            points.append(["points", label, scale, *numbers, decided, printed])
+    frame = pd.DataFrame(points, columns=[*COLUMNS, "printed"])
+    frame = frame.assign(series="here, 95 % interval").astype({"printed": float})
+    title = "The gain that each paper reports, and what we measured"
+    return plotting.forest(frame, xlabel="gain in correct answers", title=title)
 
 
 def intervals(row: Row, several: bool = True) -> list[list[object]]:
@@ -264,55 +219,29 @@ def _point(verdict: Verdict, line: str) -> list[object]:
 
 
 def differences(
-    pools: Iterable[Pool],
-    pairs: Mapping[str, tuple[str, str | float]],
+    parts: Iterable[tuple[Pool, Mapping[str, tuple[str, str | float]]]],
     *,
     xlabel: str,
     title: str,
 ) -> Any:
     """Draw values less others, paired by seed and item, with intervals at 95 %, pool by pool.
 
-    ``pairs`` are a line's text to two values' names, or to one and a number. Pairs that no pool has
-    are left out; None where there is none.
+    Each pool comes with its pairs: a line's text to two values' names, or to one and a number.
+    Colours are scales. Pairs that a pool lacks are left out; None where there is none.
     """
     points = []
-    for pool, (line, (name, other)) in product(pools, pairs.items()):
-        effects = pool.effects(name, other)
-        if len(effects) and (ends := interval(effects)):
+    for pool, pairs in parts:
+        for line, (name, other) in pairs.items():
+            effects = pool.effects(name, other)
+            if not len(effects) or not (ends := interval(effects)):
+                continue
             unit = next(iter(pool.values(name).values())).unit
             panel, factor = PANELS.get(unit, (unit, 1.0))
             value, low, high = (factor * x for x in (effects.mean(), *ends))
             sure = len(effects) >= SEEDS and low * high > 0
-            points.append([panel, line, pool.protocol, value, low, high, sure])
+            points.append([panel, line, pool.scale, value, low, high, sure])
     frame = pd.DataFrame(points, columns=COLUMNS)
-    if frame.series.nunique() == 1:  # the figure then has no legend
-        title = f"{title} ({frame.series[0]})"
     return plotting.forest(frame, xlabel=xlabel, title=title)
-
-
-def between_scales(rows: Iterable[Row]) -> pd.DataFrame:
-    """Put effects of claims at several scales side by side; a trend exceeds both half widths."""
-    lines: dict[str, dict[str, str]] = {}
-    for row in rows:
-        if len(row.verdicts) < 2 or row.claim.exact or row.claim.ended:
-            continue
-        effects = {
-            one.scale: amount(row.claim, one.shown.effect) for one in row.verdicts
-        }
-        trend = _trend(row.verdicts[0].shown, row.verdicts[-1].shown)
-        lines[row.claim.id.partition(".")[2]] = {"with scale": trend} | effects
-    return pd.DataFrame.from_dict(lines, orient="index").fillna("")
-
-
-def _trend(small: Measurement, large: Measurement) -> str:
-    """Say how an effect changes from the smallest to the largest scale, if that can be seen."""
-    if small.smallest is None or large.smallest is None:
-        return "no clear change"
-    if abs(large.effect - small.effect) <= small.smallest + large.smallest:
-        return "no clear change"
-    if small.effect * large.effect < 0:
-        return "turns round"
-    return "grows" if abs(large.effect) > abs(small.effect) else "shrinks"
 
 
 def runs(pools: dict[str, Pool]) -> pd.DataFrame:
@@ -409,49 +338,6 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     return wide.assign(seeds=frame.groupby("arm").seeds.min())
 
 
-class Answer(NamedTuple):
-    """Which arm has the least of a measure, and which cannot be told from it."""
-
-    question: str
-    pool: Pool
-    base: str  # dense or sparse
-    best: str
-    value: str  # with its unit
-    alike: list[str]  # whose paired difference from the best includes zero
-    seen: str  # the least difference that all of these comparisons could have shown
-    worst: str  # of those that can be told from the best
-    arms: int  # that were compared
-
-
-def answer(pool: Pool, question: str, measure: str) -> Answer | None:
-    """Find the arm with the least of a measure, if three seeds or more have it.
-
-    The best of many is chosen and judged on the same runs, so that its lead flatters: an arm counts
-    as alike unless its interval, at 95 % over all comparisons together, excludes zero.
-    """
-    base = "sparse" if pool.values("together/sparse/base/nll") else "dense"
-    names = {arm: f"together/{base}/{arm}/{measure}" for arm in pool.arms}
-    means = {
-        arm: pool.effects(name).mean()
-        for arm, name in names.items()
-        if len(pool.values(name)) >= SEEDS
-    }
-    if len(means) < 2:
-        return None
-    order = sorted(means, key=means.__getitem__)
-    gaps = {arm: pool.effects(names[arm], names[order[0]]) for arm in order[1:]}
-    alike = [arm for arm, gap in gaps.items() if p_value(gap) * len(gaps) > 0.05]
-    unit = next(iter(pool.values(names[order[0]]).values())).unit
-    unit = "of full fine-tuning" if unit == "ratio" else unit
-    apart = [arm for arm in gaps if arm not in alike]
-    ends = [interval(gaps[arm]) or (0.0, 0.0) for arm in alike]
-    half = max((high - low for low, high in ends), default=0.0) / 2
-    seen = f"{_said(half)} {unit}" if half else ""
-    best, *last = (f"{_said(means[arm])} {unit}" for arm in [order[0], *apart[-1:]])
-    worst = f"{apart[-1]}, {last[0]}" if apart else ""
-    return Answer(question, pool, base, order[0], best, alike, seen, worst, len(order))
-
-
 def _said(number: float) -> str:
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3f}"
 
@@ -469,23 +355,6 @@ def series(pool: Pool, names: Sequence[str]) -> np.ndarray:
     seeds = sorted(pool.having(*names))
     rows = [values[seed].value for seed in seeds for values in every]
     return np.array(rows).reshape(len(seeds), len(names))
-
-
-def rated(pool: Pool, reached: str) -> dict[str, list[tuple[float, float]]]:
-    """Return by arm, a point a seed, the rate of least loss among those tried and what it reached.
-
-    ``reached`` is the name of the result, such as ``pesc/{arm}/accuracy``.
-    """
-    points: dict[str, list[tuple[float, float]]] = {}
-    for arm, grids in pool.rates.items():
-        ends = pool.values(reached.format(arm=arm))
-        pairs = [
-            (min(grid, key=grid.__getitem__), ends[seed].value)
-            for seed, grid in grids.items()
-            if seed in ends
-        ]
-        points |= {arm: pairs} if pairs else {}
-    return points
 
 
 def beside(
@@ -523,19 +392,16 @@ def bands(
     return lines, positions
 
 
-def tenths(
-    pools: Iterable[Pool], pairs: Mapping[str, tuple[str, str]]
-) -> dict[str, np.ndarray]:
+def tenths(pool: Pool, pairs: Mapping[str, tuple[str, str]]) -> dict[str, np.ndarray]:
     """Return how far curves are above others in each tenth of the steps, ``[S, 10]``, by line.
 
-    ``pairs`` are a line's text to two curves' names; a line is one of them in one pool.
+    ``pairs`` are a line's text to two curves' names.
     """
     lines = {}
-    for pool, (line, (name, less)) in product(pools, pairs.items()):
-        found, _ = bands(pool, {f"{line} ({pool.protocol})": name}, less)
-        for label, rows in found.items():
+    for line, (name, less) in pairs.items():
+        for rows in bands(pool, {line: name}, less)[0].values():
             parts = [part.mean(axis=1) for part in np.array_split(rows, 10, axis=1)]
-            lines[label] = np.stack(parts, axis=1)
+            lines[line] = np.stack(parts, axis=1)
     return lines
 
 

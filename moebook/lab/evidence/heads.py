@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -12,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from moebook import lists, storage
-from moebook.errors import refuse
-from moebook.intervals import interval, sees
-from moebook.lab.evidence.verdicts import quantity
+from moebook.intervals import sees
+from moebook.lab.evidence import prose
 from moebook.lab.records import store
 from moebook.lab.records.store import Pool
 from moebook.lab.run import sources, study
@@ -25,9 +23,6 @@ PRIMARY, SMALLEST, SEEDS = "Primary measure", "Smallest effect of interest", "Se
 SPREAD, ROWS, OTHERS = "Spread on record", "Test rows", "Ten other seeds"
 DECIDED = (PRIMARY, SMALLEST, SEEDS, SPREAD, ROWS, OTHERS)
 """What the head of a protocol decides before these runs, a line each; the last two if any."""
-_EFFECT = re.compile(
-    r"\{(\S+?)(?: less (\S+?(?: and \S+?)*))?(?: in (\w+))?(?: of ([\d,-]+))?\}"
-)
 
 
 class Design(NamedTuple):
@@ -61,7 +56,7 @@ def read(folder: Path) -> list[Design]:
                     name,
                     protocol,
                     facts,
-                    filled(_prose(head), pools, protocol),
+                    filled(_prose(head), pools, f"{name}/{protocol}"),
                     pool,
                     pool.lacking(arms) if pool else "",
                     notebook.decides(protocol),
@@ -145,41 +140,22 @@ def _told(text: str) -> dict[str, str]:
     return told
 
 
-def filled(prose: str, pools: Mapping[str, Pool], protocol: str) -> str:
-    """Write effects into a text of a protocol, in the place of what names them between braces.
+def filled(text: str, pools: Mapping[str, Pool], home: str) -> str:
+    """Fill what stands between braces in a protocol's head, as `prose.filled` does.
 
-    ``{a less b}`` is value a less value b, or a number, in its pool, with an interval at 95 %;
-    ``{a less b and c}`` is that less the mean of two; ``{a}`` one value;
-    ``{a less b in nano of 3-5}`` names another pool, and seeds of it. What a pool does not have is
-    refused (E-POOL); where there is no pool, that is said.
+    ``home`` is ``notebook/protocol``. Where a pool has no run yet, that is said.
     """
+    notebook, _, protocol = home.partition("/")
+    evidence = prose.Evidence({notebook: pools}, home=home)
 
     def written(match: re.Match[str]) -> str:
-        name, other, elsewhere, seeds = match.groups()
-        where = elsewhere or protocol
-        if (pool := pools.get(where)) is None:
+        elsewhere = re.search(r" in (\w+)", match[0])
+        where = elsewhere[1] if elsewhere else protocol
+        if where not in pools:
             return f"(no pool {where} on record)"
-        if seeds:
-            kept = study.seeds(seeds)
-            pool = replace(
-                pool, runs=tuple(run for run in pool.runs if run.seed in kept)
-            )
-        if not len(effects := pool.effects(name, other and _reference(other))):
-            refuse(
-                "E-POOL",
-                f"head of {protocol}: the pool of {where} has no {match[0][1:-1]}",
-            )
-        unit, compared = next(iter(pool.values(name).values())).unit, other is not None
-        number, *ends = (
-            quantity(x, unit, compared=compared)
-            for x in (float(effects.mean()), *(interval(effects) or ()))
-        )
-        return (
-            number
-            + f" ({' to '.join(end.partition(' ')[0] for end in ends)})" * bool(ends)
-        )
+        return prose.filled(match[0], evidence, f"head of {protocol}")
 
-    return _EFFECT.sub(written, prose)
+    return re.sub(r"\{[^{}]+\}", written, text)
 
 
 def _on_record(
@@ -198,14 +174,7 @@ def _on_record(
     if (pool := pools.get(protocol)) is None:
         return None
     value, other = (measure or facts[PRIMARY]).split(" less ")
-    return pool.effects(value, _reference(other))
-
-
-def _reference(text: str) -> store.Reference:
-    """Read what stands behind "less": a value's name, several whose mean is meant, or a number."""
-    if " and " in text:
-        return tuple(text.split(" and "))
-    return text if "/" in text else float(text)
+    return pool.effects(value, prose.reference(other))
 
 
 def _computed(
@@ -233,7 +202,7 @@ def _computed(
     if ran is None:
         return found
     if re.fullmatch(r"\S+/\S+ less \S+( and \S+)*", measure):
-        found["Found"] = filled(f"{{{measure}}}", pools, protocol)
+        found["Found"] = filled(f"{{{measure}}}", pools, f"{ran.notebook}/{protocol}")
     if held := ran.at_end(*ran.rates):
         found["At an end of its rates"] = held
     took = [float(run.manifest["seconds"]) for run in ran.runs]

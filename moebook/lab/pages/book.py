@@ -194,9 +194,9 @@ def _pages_are_current(folder: Path) -> bool:
 def notebook_pages(folder: Path) -> list[str]:
     """List the notebooks in the book's table of contents: ``01_pesc``, ``01_pesc_findings``."""
     with storage.formed(folder / "book" / "_toc.yml") as toc:
-        files = [
-            chapter["file"] for part in toc["parts"] for chapter in part["chapters"]
-        ]
+        chapters = [chapter for part in toc["parts"] for chapter in part["chapters"]]
+        sections = [one for chapter in chapters for one in chapter.get("sections", ())]
+        files = [entry["file"] for entry in chapters + sections]
         return [
             file.removeprefix("notebooks/")
             for file in files

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moebook import storage
 from moebook.lab import papers, plotting
-from moebook.lab.evidence import findings, verdicts
+from moebook.lab.evidence import findings, prose, verdicts
 from moebook.lab.pages import moving, pages, plans
 from moebook.lab.records import store
 from moebook.lab.run import freshness, sources
@@ -19,6 +19,9 @@ RENDERER = """
 jupyter_book.sphinx myst_nb.sphinx_ext sphinx_book_theme sphinxcontrib.bibtex sphinx.builders.html
 sphinx_design sphinx_exercise sphinx_proof sphinx_thebe
 """.split()
+
+
+JUDGED = ("summary", "ledger", "chance")  # pages of the verdicts on all claims
 
 
 def prepare() -> None:
@@ -50,22 +53,13 @@ def generated(folder: Path) -> dict[str, str]:
     rows, places = verdicts.ledger(folder), pages.Places(folder)
     every = (*papers.PAPERS, *papers.OURS)
     mine = {paper: [row for row in rows if row.claim.paper == paper] for paper in every}
-    pictures = {
-        paper: _forest(paper, f"Findings: {pages.TITLES[paper]}", mine[paper], folder)
-        for paper in mine
-    }
-    pictures["front"] = _forest(
-        "front", "The main claims", findings.mains(rows), folder
-    )
-    judged = {"rows": rows, "places": places, "pictures": pictures}
-    kinds = ("summary", "ledger", "chance", "found", "front")
-    return {name: pages.page(name, **judged) for name in kinds} | {
-        **{
-            f"ledger_{p}": pages.page("ledger", rows=mine[p], places=places)
-            for p in mine
-        },
+    written = {name: pages.page(name, rows=rows, places=places) for name in JUDGED}
+    for paper, of_paper in mine.items():
+        written[f"ledger_{paper}"] = pages.page("ledger", rows=of_paper, places=places)
+    written |= prose.pages(folder, rows)
+    return written | {
+        "promises": pages.page("promises", drawn=_promises(rows, folder)),
         "audit": pages.audit(papers.audit()),
-        "which": pages.which(folder),
         "records": pages.recorded(folder),
         "designs": pages.designs(folder),
         "withdrawn": pages.withdrawn(folder),
@@ -81,15 +75,18 @@ def generated(folder: Path) -> dict[str, str]:
     }
 
 
-def _forest(
-    name: str, title: str, rows: list[verdicts.Row], folder: Path
-) -> str | None:
-    """Draw claims at the committed scales; return the picture's name beside the pages."""
+def _promises(rows: list[verdicts.Row], folder: Path) -> bool:
+    """Draw the papers' main gains beside ours, for light pages and dark; False if none ran."""
     plotting.style()
-    figure = findings.forest(rows, title)
+    figure = findings.promises(rows)
     if figure is None:
-        return None
-    path = folder / "book" / "_generated" / f"found_{name}.svg"
-    with storage.replacing(path) as temporary:
-        figure.savefig(temporary, format="svg", metadata={"Date": None})
-    return f"_generated/{path.name}"
+        return False
+    plotting.check(figure, "the promises and what was measured")
+    for name in ("promises", "promises_dark"):
+        path = folder / "book" / "_generated" / f"{name}.svg"
+        with storage.replacing(path) as temporary:
+            figure.savefig(
+                temporary, format="svg", transparent=True, metadata={"Date": None}
+            )
+        plotting.darken(figure)
+    return True

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 
 from moebook import storage
 from moebook.errors import printable
 from moebook.intervals import another
-from moebook.lab import papers, records
+from moebook.lab import records
 from moebook.lab.evidence import findings, heads, verdicts
 from moebook.lab.evidence.verdicts import Row, Verdict, amount, seeds, span
 from moebook.lab.papers import Claim
@@ -56,19 +56,6 @@ KINDS = {  # label to the badge's class in _static/moebook.css; others are incon
     "not run": "notrun",
     "withdrawn": "notrun",
 }
-QUESTIONS = (  # what a practitioner asks, and the measure that answers it: least is best
-    (
-        "I have one GPU and one mixture of tasks: what learns most from equal tokens?",
-        "nll",
-    ),
-    ("My compute is fixed: what learns most from equal FLOPs?", "equal_flops/nll"),
-    ("I must not forget: what loses least on plain texts?", "forgotten"),
-    ("A new task will come, with few shots: what takes it up best?", "new/after"),
-    ("I serve many tasks from one base: what is smallest to keep for each?", "stored"),
-    ("Memory is short: what has the smallest peak in training?", "cost/peak"),
-    ("Time is short: which step is fastest?", "cost/step"),
-    ("Answers must be quick: what generates a token fastest?", "cost/token"),
-)
 FAULTS = {
     "values": "Generated values",
     "calls": "Calls with hostile values",
@@ -138,37 +125,6 @@ def surviving(every: Iterable[Verdict]) -> list[str]:
     return [decision.claim for decision in verdicts.chance(rows).hochberg]
 
 
-class Sorted(NamedTuple):
-    """Claims by what is known of them at the scale that says most."""
-
-    decided: list[Row]
-    computed: list[Row]  # several that hold by computation, which need no line each
-    smaller: list[Row]  # undecided, but not of the paper's size
-    open: list[Row]
-    closed: list[Row]  # not run, or not testable
-    ended: list[Row]
-
-
-def sorted_out(rows: Iterable[Row]) -> Sorted:
-    """Sort claims by what is known of them, each into one of the groups."""
-    groups = Sorted([], [], [], [], [], [])
-    for row in rows:
-        labels = {*row.labels}
-        if row.claim.ended:
-            groups.ended.append(row)
-        elif labels <= {"not run", "not testable here"}:
-            groups.closed.append(row)
-        elif row.claim.exact and labels == {"direction holds"}:
-            groups.computed.append(row)
-        elif labels & {"reproduced", "direction holds", "direction fails"}:
-            groups.decided.append(row)
-        elif "excludes the paper's size" in labels:
-            groups.smaller.append(row)
-        else:
-            groups.open.append(row)
-    return groups
-
-
 def counted(things: Iterable[Any], paper: str, label: str) -> dict[str, Counter[str]]:
     """Count labels by paper, both of which are attributes, in the order of `TITLES`."""
     pairs = [attrgetter(paper, label)(thing) for thing in things]
@@ -191,17 +147,13 @@ for thing in (
     scales_of,
     seeds,
     since,
-    sorted_out,
     span,
     surviving,
     verdicts.chance,
     findings.intervals,
-    findings.mains,
     findings.notes,
-    findings.ordered,
     findings.power,
     findings.scatter,
-    findings.sentence,
 ):
     ENVIRONMENT.globals[thing.__name__] = thing
 ENVIRONMENT.globals.update(
@@ -307,29 +259,6 @@ def taught(folder: Path) -> str:
             theirs = [value.value for value in pool.values(facts["See"]).values()]
             every.append((pool, facts, sum(theirs) / len(theirs), another(theirs)))
     return page("taught", pools=every)
-
-
-def which(folder: Path) -> str:
-    """Return which arm answers a practitioner's question best, question by question."""
-    pools = store.pools("together", folder)
-    deciders = sources.deciders(folder)
-    deciding = {
-        protocol
-        for claim in papers.claims("together")
-        for protocol in deciders.get(claim.id, ())
-    }
-    lines: dict[tuple[tuple[int, int], int], findings.Answer] = {}
-
-    def weight(answer: findings.Answer) -> tuple[bool, int]:
-        """Of a base's pools one that decides claims goes first, then that of most arms."""
-        return answer.pool.protocol in deciding, answer.arms
-
-    for place, question in enumerate(QUESTIONS):
-        for pool in pools.values():
-            told, key = findings.answer(pool, *question), (pool.rank, place)
-            if told and (key not in lines or weight(told) > weight(lines[key])):
-                lines[key] = told
-    return page("which", lines=[lines[key] for key in sorted(lines)])
 
 
 def designs(folder: Path) -> str:
@@ -443,7 +372,10 @@ def _insert(app: Any, docname: str, source: list[str]) -> None:
 def _mend(
     app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
 ) -> None:
-    """Keep one of the scripts that several extensions add, and no role that ARIA has given up."""
+    """Keep one of the scripts that several extensions add, and no label that is none.
+
+    ARIA has given up two roles that docutils writes, and a fold is called by what it shows.
+    """
     first: dict[Any, Any] = {}
     for script in context["script_files"]:
         body = script.attributes.get("body") or ""
@@ -453,6 +385,8 @@ def _mend(
         context["body"] = context.get("body", "").replace(
             role, role.partition('list"')[2]
         )
+    label = '<summary aria-label="Toggle hidden content">'
+    context["body"] = context["body"].replace(label, "<summary>")
 
 
 def badge(run: Run, folder: Path) -> str:

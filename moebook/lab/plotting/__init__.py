@@ -9,7 +9,9 @@ from moebook.errors import extra
 
 with extra("notebook", "a figure"):
     from moebook.lab.plotting.charts import (
+        check,
         curves,
+        darken,
         forest,
         heatmap,
         leads,

@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from matplotlib.ticker import LogLocator
 
 from moebook.errors import refuse
@@ -47,6 +48,10 @@ HEIGHT = 2.7
 BESIDE = 12
 """Entries of a legend that fit beside a figure."""
 INK = "#14171A"
+PALE = "#DDE3EA"  # what ink is on dark pages
+FAINT = "#4A5461"  # lines there
+ON_DARK = {INK: PALE, COLOURS[0]: COLOURS[5]}
+"""What is too dark on a dark page, and what takes its place there."""
 Series = Mapping[str, npt.ArrayLike]
 Cloud = npt.NDArray[np.float64]  # points, [n, 2]
 Look = dict[str, Any]
@@ -456,6 +461,40 @@ def require(chart: str, frame: pd.DataFrame, columns: Sequence[str]) -> None:
     if missing:
         there = list(frame.columns)
         refuse("E-KEYS", f"{chart}: no column {missing}; the frame has {there}")
+
+
+def darken(figure: Figure) -> None:
+    """Turn a figure's ink and its dark blue pale, for dark pages."""
+    for text in figure.findobj(Text):
+        text.set_color(PALE)
+    for axes in figure.axes:
+        for spine in axes.spines.values():
+            spine.set_edgecolor(FAINT)
+        axes.tick_params(color=FAINT, grid_color=FAINT)
+    for line in figure.findobj(Line2D):
+        turned = ON_DARK.get(line.get_color())
+        if turned:
+            line.set_color(turned)
+            line.set_markeredgecolor(turned)
+            if line.get_markerfacecolor() in ON_DARK:
+                line.set_markerfacecolor(turned)
+
+
+def check(figure: Figure, name: str) -> None:
+    """Refuse a figure that a reader cannot read (E-BOOK): NaN in it, labels over one another."""
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            labels = [label for label in axis.get_ticklabels() if label.get_text()]
+            boxes = [label.get_window_extent() for label in labels]
+            for label, box, other in zip(labels[1:], boxes[1:], boxes, strict=False):
+                if box.overlaps(other):
+                    fix = "give it fewer ticks or more room"
+                    told = f"the tick {label.get_text()} lies over its neighbour"
+                    refuse("E-BOOK", f"figure {name}: {told}; {fix}")
+    for text in figure.findobj(Text):
+        if re.search(r"\bnan\b", text.get_text(), re.IGNORECASE):
+            refuse("E-BOOK", f"figure {name}: it says NaN; leave out what is missing")
 
 
 def legend(figure: Figure, handles: Mapping[str, Artist]) -> None:

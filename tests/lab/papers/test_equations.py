@@ -1,8 +1,8 @@
 """Each numbered equation of the papers leads to its function and test in the book.
 
-A page's table links to blocks of code on the same page, each included from a file by
-the name of a function or class. Whoever moves one of these mends the block (and the
-name shown in the row).
+The table of a paper's map links to blocks of code there or on the theory page, each
+included from a file by the name of a function or class. Whoever moves one of these
+mends the block (and the name shown in the row).
 """
 
 import ast
@@ -24,7 +24,7 @@ NUMBER = re.compile(
 
 def rows(paper):
     """The table's cells: equations of the paper, here, function, test, oracle."""
-    page = (ROOT / "book" / f"{paper}_theory.md").read_text("utf-8")
+    page = (ROOT / "book" / f"{paper}_map.md").read_text("utf-8")
     table = page.partition("| paper | here | function | test | compares with |\n")[2]
     lines = table.partition("\n\n")[0].splitlines()[1:]
     cells = [line.strip("|").split(" | ") for line in lines]
@@ -32,12 +32,22 @@ def rows(paper):
 
 
 def blocks(paper):
-    """Path and options (pyobject, name ...) of every block of code of the page."""
-    page = (ROOT / "book" / f"{paper}_theory.md").read_text("utf-8")
-    return [
-        {"path": path} | dict(re.findall(r":(\w+): (.*)\n", options))
-        for path, options in BLOCK.findall(page)
-    ]
+    """Path and options (pyobject, name ...) of every block of code of both pages."""
+    pages = [ROOT / "book" / f"{paper}_{part}.md" for part in ("theory", "map")]
+    found = []
+    for page in pages:
+        for path, options in BLOCK.findall(page.read_text("utf-8")):
+            found.append({"path": path} | dict(re.findall(r":(\w+): (.*)\n", options)))
+    return found
+
+
+def test_a_theory_page_is_at_most_1500_words_and_three_listings():
+    pages = sorted((ROOT / "book").glob("*_theory.md"))
+    assert len(pages) == 7
+    for page in pages:
+        text = page.read_text("utf-8")
+        listings = text.count("```{literalinclude}")
+        assert len(text.split()) <= 1500 and listings <= 3, page.name
 
 
 @pytest.mark.parametrize("paper", PAGES)

@@ -1,0 +1,285 @@
+"""Prose whose numbers, and whose words that depend on numbers, come from pools.
+
+Pages of findings, the front page and the heads of protocols are written by hand. What a run can
+change stands between braces and is filled when the book is built:
+
+- ``{effect}``: a number with its interval at 95 %, as in +1.3 points (−0.9 to +3.5);
+- ``{size of effect}``: the number without sign and interval; ``{percent of effect}`` as per cent;
+- ``{value of effect}``, ``{other of effect}``: the two means that are compared;
+- ``{interval of effect}``, ``{seeds of effect}``, ``{least of effect}``: half the interval, the
+  smallest effect that would have been told from zero;
+- ``{paper of effect}``: what the paper prints; ``{status of effect}``: whether a study that named
+  the claim before it ran decides it ("planned") or not ("exploratory");
+- ``{beats | loses to | cannot be told from: effect}``: a word by where the interval lies, above
+  zero, below it, or across.
+
+An effect is ``a less b`` (two recorded values; a number or ``b and c``, whose mean is meant, may
+stand for b), or ``a`` alone, ``in notebook/protocol`` (or ``in protocol``) ``of 3-5`` (seeds); or
+it is a claim at a scale, ``pesc.gain-code at 1 M``, which is read from the pool that the ledger
+shows. ``over all studies`` takes all committed pools of the scale together, ``against the paper``
+takes what the paper prints off. A page may give
+effects names in its first lines, ``name: effect`` between two lines of three hyphens.
+
+A reading that is not written, because the sentence would then be false, stops the build and names
+file and sentence (E-PROSE).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from moebook.errors import nearest, refuse
+from moebook.intervals import interval
+from moebook.lab.evidence.verdicts import Row, quantity
+from moebook.lab.records import store
+from moebook.lab.records.store import Pool
+from moebook.lab.run import sources, study
+
+PLACE = "book/found"  # of the pages whose prose is filled
+# Braces that no back quote follows or precedes: those are roles and directives of MyST.
+_BRACES = re.compile(r"(?<![`:\w\\])\{([^{}]+)\}(?!`)")
+_RECORDED = re.compile(
+    r"(?P<name>\S+)"
+    r"(?: less (?P<other>\S+(?: and \S+)*))?"
+    r"(?: in (?P<pool>[\w/]+))?"
+    r"(?: of (?P<seeds>[\d,-]+))?"
+)
+_CLAIMED = re.compile(
+    r"(?P<claim>\w+\.[\w-]+) at (?P<scale>.+?)"
+    r"(?P<all> over all studies)?(?P<less> against the paper)?"
+)
+_ASPECT = re.compile(r"(\w+) of (.+)")
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What was measured of a value, or of a value less another, over seeds and test items."""
+
+    text: str  # as the page says it
+    effects: np.ndarray = field(repr=False)  # [S, I]
+    unit: str
+    compared: bool
+    means: tuple[float, ...]  # of the value and of what it is compared with
+    printed: float | None = None  # what the paper prints
+    status: str | None = None  # of a claim: planned or exploratory
+
+    @property
+    def mean(self) -> float:
+        """Mean over seeds and items."""
+        return float(self.effects.mean())
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Interval at 95 %; None where nothing varies."""
+        ends = interval(self.effects)
+        return ends if ends and ends[0] < ends[1] else None
+
+    @property
+    def place(self) -> int:
+        """Where the interval lies: 0 above zero, 1 below, 2 across it."""
+        low, high = self.ends or (self.mean, self.mean)
+        if low > 0:
+            return 0
+        return 1 if high < 0 else 2
+
+    def number(self, number: float, *, compared: bool | None = None) -> str:
+        """Write a number in its unit."""
+        compared = self.compared if compared is None else compared
+        if self.unit == "bytes":
+            return f"{number / 1e6:.2g} MB"
+        if self.unit in ("share", "percent_points", "count"):
+            return _minus(quantity(number, self.unit, compared=compared))
+        digits = f"{number:{'+' * compared}#.2g}".removesuffix(".")
+        name = "" if self.unit in ("ratio", "number", "correlation") else self.unit
+        return _minus(f"{digits} {name}".strip())
+
+    def __str__(self) -> str:
+        """Write the number and, in brackets, its interval."""
+        return self.number(self.mean) + (f" ({self.span})" if self.ends else "")
+
+    @property
+    def span(self) -> str:
+        """The ends of the interval, without the unit."""
+        ends = self.ends or (self.mean, self.mean)
+        return " to ".join(self.number(end).partition(" ")[0] for end in ends)
+
+    def said(self, aspect: str) -> str | None:
+        """Write one of its aspects; None for a word that is none."""
+        if aspect == "size":
+            return self.number(abs(self.mean)).lstrip("+")
+        if aspect == "percent":
+            return f"{100 * abs(self.mean):.0f} %"
+        if aspect == "value":
+            return self.number(self.means[0], compared=False)
+        if aspect == "other" and len(self.means) > 1:
+            return self.number(self.means[1], compared=False)
+        if aspect == "interval":
+            return self.span
+        if aspect == "least" and self.ends:
+            return self.number((self.ends[1] - self.ends[0]) / 2).lstrip("+")
+        if aspect == "status":
+            return self.status
+        if aspect == "seeds":
+            return str(len(self.effects))
+        if aspect == "paper" and self.printed is not None:
+            return self.number(self.printed)
+        return None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Where effects are looked up: the pools of notebooks, and the ledger's claims."""
+
+    pools: Mapping[str, Mapping[str, Pool]]  # by notebook and protocol
+    rows: Sequence[Row] = ()
+    home: str = ""  # notebook/protocol of effects that name no pool
+
+    def effect(self, text: str, where: str) -> Effect:
+        """Find an effect, or refuse with the place that names it (E-PROSE)."""
+        if match := _CLAIMED.fullmatch(text):
+            return self._claimed(text, match, where)
+        match = _RECORDED.fullmatch(text)
+        if match is None:
+            refuse(
+                "E-PROSE",
+                f"{where}: '{text}' is no effect; see moebook.lab.evidence.prose",
+            )
+        pool = self._pool(match["pool"] or self.home, where)
+        if match["seeds"]:
+            kept = study.seeds(match["seeds"])
+            runs = tuple(run for run in pool.runs if run.seed in kept)
+            pool = replace(pool, runs=runs)
+        other = match["other"]
+        less = None if other is None else reference(other)
+        return _measured(text, pool, match["name"], less, where)
+
+    def _pool(self, name: str, where: str) -> Pool:
+        """Return the pool ``notebook/protocol``, or of the home's notebook ``protocol``."""
+        if "/" not in name:
+            name = f"{self.home.partition('/')[0]}/{name}"
+        notebook, _, protocol = name.partition("/")
+        pool = self.pools.get(notebook, {}).get(protocol)
+        if pool is None:
+            refuse("E-POOL", f"{where}: no pool {name} on record")
+        return pool
+
+    def _claimed(self, text: str, match: re.Match[str], where: str) -> Effect:
+        """Find a claim's effect at a scale, in the pool that the ledger shows for it."""
+        rows = {row.claim.id: row for row in self.rows}
+        name, scale = match["claim"], match["scale"]
+        if name not in rows:
+            refuse("E-PROSE", f"{where}: no claim '{name}'; {nearest(name, rows)}")
+        claim, verdict = rows[name].claim, rows[name].at(scale)
+        if verdict is None:
+            refuse("E-PROSE", f"{where}: {name} was not measured at {scale}")
+        pool = verdict.shown.pool
+        found = _measured(text, pool, claim.value, claim.reference, where)
+        status = "planned" if verdict.deciding else "exploratory"
+        found = replace(found, printed=claim.claimed, status=status)
+        if match["all"] and verdict.together:
+            found = replace(found, effects=verdict.together.effects)
+        if not match["less"]:
+            return found
+        if claim.claimed is None:
+            refuse("E-PROSE", f"{where}: the paper prints no number for {name}")
+        return replace(found, effects=found.effects - claim.claimed)
+
+
+def _measured(
+    text: str, pool: Pool, name: str, less: store.Reference, where: str
+) -> Effect:
+    """Measure an effect in a pool; one that it does not have is refused (E-POOL)."""
+    effects = pool.effects(name, less)
+    if not len(effects):
+        pooled = f"the pool of {pool.notebook}/{pool.protocol}"
+        refuse("E-POOL", f"{where}: {pooled} has no {text}")
+    if pool.published:  # each seed read the same files
+        effects = effects[:1]
+    names = [name, *([less] if isinstance(less, str) else ())]
+    seeds = pool.having(*names)
+    values = [pool.values(each) for each in names]
+    means = tuple(
+        float(np.mean([each[seed].value for seed in seeds])) for each in values
+    )
+    unit = next(iter(values[0].values())).unit
+    return Effect(text, effects, unit, less is not None, means)
+
+
+def filled(text: str, evidence: Evidence, where: str) -> str:
+    """Fill what stands between braces in a text; ``where`` names it in refusals."""
+    names, body = _names(text)
+
+    def effect(said: str, sentence: str) -> Effect:
+        return evidence.effect(names.get(said, said), sentence)
+
+    def written(match: re.Match[str]) -> str:
+        sentence = f"{where}: '{_sentence(body, match)}'"
+        readings, mark, said = match[1].rpartition(": ")
+        if mark:
+            found = effect(said, sentence)
+            return _reading(readings.split("|"), found, sentence)
+        aspect = _ASPECT.fullmatch(match[1])
+        if aspect is None or match[1] in names:
+            return str(effect(match[1], sentence))
+        told = effect(aspect[2], sentence).said(aspect[1])
+        if told is None:
+            refuse("E-PROSE", f"{sentence}: nothing says the {aspect[1]} of an effect")
+        return told
+
+    return _BRACES.sub(written, body)
+
+
+def _reading(readings: list[str], found: Effect, sentence: str) -> str:
+    """Choose the reading for where an effect lies; one that is not written is refused."""
+    words = [reading.strip() for reading in readings]
+    if len(words) <= found.place or words[found.place] == "-":
+        lies = ("above zero", "below zero", "not apart from zero")[found.place]
+        fix = "write that reading, or the sentence anew"
+        refuse("E-PROSE", f"{sentence}: '{found.text}' is {found}, {lies}; {fix}")
+    return words[found.place]
+
+
+def _names(text: str) -> tuple[dict[str, str], str]:
+    """Split the names that a page gives effects in its first lines from its text."""
+    if not text.startswith("---\n"):
+        return {}, text
+    head, _, body = text.removeprefix("---\n").partition("\n---\n")
+    pairs = [line.partition(": ") for line in head.splitlines() if line.strip()]
+    return {name: effect.strip() for name, _, effect in pairs}, body.lstrip("\n")
+
+
+def _sentence(body: str, match: re.Match[str]) -> str:
+    """Return the sentence around a match, on one line."""
+    before = re.split(r"(?<=[.:?!|])\s|\n\n", body[: match.start()])[-1]
+    after = re.split(r"(?<=[.?!|])\s|\n\n", body[match.end() :])[0]
+    return " ".join(f"{before}{match[0]}{after}".split())
+
+
+def reference(text: str) -> store.Reference:
+    """Read what stands behind "less": a value's name, several whose mean is meant, or a number."""
+    if " and " in text:
+        return tuple(text.split(" and "))
+    return text if "/" in text else float(text)
+
+
+def _minus(text: str) -> str:
+    """Write the minus of a number as a reader knows it."""
+    return re.sub(r"(?<![\w.])-(?=\d)", "−", text)
+
+
+def pages(folder: Path, rows: Sequence[Row]) -> dict[str, str]:
+    """Fill the prose of a project's book, by the names of its files, ``found_`` before each."""
+    paths = sorted((folder / PLACE).glob("*.md"))
+    if not paths:
+        return {}
+    pools = {name: store.pools(name, folder) for name in sources.notebooks(folder)}
+    evidence, found = Evidence(pools, rows), dict[str, str]()
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        found[f"found_{path.stem}"] = filled(text, evidence, f"{PLACE}/{path.name}")
+    return found

@@ -1,0 +1,145 @@
+"""Prose follows the pools' numbers, and stops the build where a sentence no longer fits them."""
+
+from pathlib import Path
+
+import pytest
+
+from moebook.lab import papers
+from moebook.lab.evidence import prose, verdicts
+from moebook.lab.records import Run, Value
+from moebook.lab.records.store import Pool
+from tests.refusals import refused
+
+CLAIM = next(c for c in papers.claims("pesc") if c.id == "pesc.sparse-beats-dense")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def pool(*gains, protocol="nano"):
+    """A pool in which dense answers half of 100 questions, sparse so many more, by seed."""
+    runs = []
+    for seed, gain in enumerate(gains):
+        right = {"dense": 50, "sparse": 50 + gain}
+        values = [
+            Value(f"pesc/{arm}/accuracy", count / 100, "share")
+            for arm, count in right.items()
+        ]
+        settings = {"base": "nano"}
+        run = Run(
+            "pesc",
+            protocol,
+            "study",
+            seed,
+            tuple(values),
+            settings=settings,
+            manifest={},
+        )
+        runs.append(run)
+    return Pool("pesc", protocol, tuple(runs))
+
+
+def evidence(*gains):
+    mine = pool(*gains)
+    rows = [verdicts.row(CLAIM, [mine], ["nano"])]
+    return prose.Evidence({"pesc": {"nano": mine}}, rows)
+
+
+GAIN = "pesc/sparse/accuracy less pesc/dense/accuracy in pesc/nano"
+
+
+def told(text, *gains):
+    return prose.filled(text, evidence(*gains), "book/found/pesc.md")
+
+
+def test_a_number_stands_with_its_interval_worked_by_hand():
+    # Student's at 95 % over 3 seeds: 10 ± 4.3027 * 1 / sqrt(3) = 10 ± 2.484.
+    assert told(f"{{{GAIN}}}", 9, 10, 11) == "+10.0 points (+7.5 to +12.5)"
+    assert told(f"{{{GAIN}}}", -9, -10, -11) == "−10.0 points (−12.5 to −7.5)"
+
+
+@pytest.mark.parametrize(
+    ("aspect", "said"),
+    [
+        ("size", "10.0 points"),
+        ("value", "60.0 %"),
+        ("other", "50.0 %"),
+        ("interval", "+7.5 to +12.5"),
+        ("least", "2.5 points"),
+        ("seeds", "3"),
+        ("percent", "10 %"),
+    ],
+)
+def test_an_aspect_of_an_effect_is_written_alone(aspect, said):
+    assert told(f"{{{aspect} of {GAIN}}}", 9, 10, 11) == said
+
+
+@pytest.mark.parametrize(
+    ("gains", "word"),
+    [((9, 10, 11), "beats"), ((-9, -10, -11), "loses to"), ((-5, 0, 6), "ties with")],
+)
+def test_a_word_follows_the_place_of_the_interval(gains, word):
+    page = f"---\ngain: {GAIN}\n---\nIt {{beats | loses to | ties with: gain}} dense."
+    assert told(page, *gains) == f"It {word} dense."
+
+
+def test_a_claim_is_read_from_the_pool_of_the_ledger_and_set_against_the_paper():
+    page = "---\ngain: pesc.sparse-beats-dense at 1 M\n---\n"
+    page += "{gain}, {paper of gain}, {status of gain}"
+    assert told(page, 9, 10, 11) == (
+        "+10.0 points (+7.5 to +12.5), +0.9 points, planned"
+    )
+    against = "{exceeded | ruled out | fits: pesc.sparse-beats-dense at 1 M against the paper}"
+    assert told(against, 9, 10, 11) == "exceeded"
+    assert told(against, 0, 1, 2) == "fits"
+    assert told(against, -9, -10, -11) == "ruled out"
+
+
+def test_a_number_that_no_longer_fits_its_sentence_stops_with_file_and_sentence():
+    page = f"First. Sparse {{beats: {GAIN}}} dense. Last."
+    assert told(page, 9, 10, 11) == "First. Sparse beats dense. Last."
+    refused(
+        "E-PROSE: book/found/pesc.md: 'Sparse {beats: .*below zero",
+        told,
+        page,
+        *(-9, -10, -11),
+    )
+    other = page.replace("beats", "beats | - | -")
+    refused("not apart from zero", told, other, -5, 0, 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("{gian}", "E-POOL"),
+        ("{pesc/none/accuracy in pesc/nano}", "E-POOL"),
+        ("{pesc/dense/accuracy in pesc/none}", "E-POOL"),
+        ("{pesc.none at 1 M}", "E-PROSE"),
+        ("{pesc.sparse-beats-dense at 135 M}", "E-PROSE"),
+        ("{colour of pesc/dense/accuracy in pesc/nano}", "E-PROSE"),
+        ("{other of pesc/dense/accuracy in pesc/nano}", "E-PROSE"),
+        ("{pesc/dense/accuracy less}", "E-PROSE"),
+    ],
+)
+def test_a_name_that_nothing_has_is_refused_in_one_line(text, code):
+    refused(f"{code}: book/found/pesc.md", told, text, 1, 2, 3)
+
+
+def test_roles_and_directives_stay():
+    text = "```{include} a.md\n```\n{ref}`b` [c]{.verdict}`d`"
+    assert told("```{include} a.md\n```\n{ref}`b`", 1, 2, 3) in text
+
+
+def test_the_books_own_prose_fits_its_pools_names_no_pool_and_is_short():
+    rows = verdicts.ledger(ROOT, live=False)
+    pages = prose.pages(ROOT, rows)
+    papers_told = {n for n in pages if n not in ("found_front", "found_which")}
+    assert len(papers_told) == 6
+    words = sum(len(pages[name].split()) for name in papers_told)
+    assert words <= 1500
+    protocols = {row.pool.protocol for one in rows for row in one.measurements}
+    for name, text in pages.items():
+        assert "{" not in text and "nan" not in text.lower().split(), name
+        ours = {word.strip("`.,:") for word in text.split() if "`" in word}
+        assert not ours & protocols, name
+    for name in papers_told:
+        for mark in ("**The surprise.**", "Caution:", "The price", " M"):
+            assert mark in pages[name], (name, mark)
