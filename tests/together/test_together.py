@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from moebook import data, models, together, training
 from moebook.analysis.routers import logit_scale
 from moebook.lab import plotting
-from moebook.lab.pages import pages
 from moebook.lab.records import store
 from moebook.methods import esft, pesc, upcycling
 from moebook.methods.rocket.loras import Lora, attached, linears
@@ -464,26 +463,6 @@ def test_committed_pools_kept_their_budgets():
         "parameters",
     }
     assert not {key: off for key, off in spent.items() if abs(off) >= 0.02}
-
-
-def test_which_method_asks_each_base_once_and_another_pool_what_it_alone_measured(
-    tmp_path,
-):
-    page, asked = (
-        pages.which(root()),
-        {measure: text for text, measure in pages.QUESTIONS},
-    )
-    lines = {
-        name: [
-            line.split("|")[2].split(", ")[1]
-            for line in page.splitlines()
-            if text in line
-        ]
-        for name, text in asked.items()
-    }
-    assert lines["nll"] == lines["forgotten"] == ["nano", "moe", "smollm2_long"]
-    assert lines["cost/step"] == lines["stored"] == ["nano", "moe", "smollm2_costs"]
-    assert "No pool of three seeds" in pages.which(tmp_path)
 
 
 def test_a_front_joins_the_points_with_none_as_low_to_their_left():
