@@ -383,7 +383,7 @@ def test_the_stub_fails_its_check_and_the_solution_passes_it(name):
 PLAIN = set(
     """GPU CPU GB MB JSON MIT BSD CC BY CLDR MKL AMD NFS VS GPT H200 V2 V3 LM BPE DDP
     OLMo OLMoE EXAONE LLaMA2 README QLoRA NF4 CMA ES AQuA SVAMP PDF SVG HTML URL API
-    YAML CSV RAM ROUTER""".split()
+    YAML CSV RAM ROUTER POSIX IPython""".split()
 )
 
 
