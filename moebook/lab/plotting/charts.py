@@ -472,11 +472,11 @@ def darken(figure: Figure) -> None:
             spine.set_edgecolor(FAINT)
         axes.tick_params(color=FAINT, grid_color=FAINT)
     for line in figure.findobj(Line2D):
-        turned = ON_DARK.get(line.get_color())
+        turned = ON_DARK.get(str(line.get_color()))
         if turned:
             line.set_color(turned)
             line.set_markeredgecolor(turned)
-            if line.get_markerfacecolor() in ON_DARK:
+            if str(line.get_markerfacecolor()) in ON_DARK:
                 line.set_markerfacecolor(turned)
 
 
