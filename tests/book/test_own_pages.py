@@ -134,6 +134,7 @@ def test_experts_are_chosen_trained_and_merged_for_everybodys_tools(place):
     assert {int(re.search(r"layers\.(\d+)", name)[1]) for name in changed} == set(
         chosen
     )
+    assert names["moved"].moved.any()
     restored = names["base"].state_dict()
     assert all(torch.equal(base[name], restored[name]) for name in base)
 

@@ -78,6 +78,7 @@ WITHOUT = {  # public names without a row, and why
     "kernels.similarity.near": BEHIND,
     "kernels.similarity.through": BEHIND,
     "kernels.similarity.unit": BEHIND,
+    "methods.esft.moved.*": NO_VALUES,
     "methods.esft.published.from_json": NO_VALUES,
     "methods.rivals.*.[A-Z]*": "is a part or a result of `tuned`, which has a row",
     "methods.rivals.mixing.*": BEHIND,

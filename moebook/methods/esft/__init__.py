@@ -40,6 +40,7 @@ from moebook.methods.esft.compare import (
 )
 from moebook.methods.esft.config import Config
 from moebook.methods.esft.grouping import cooccurrence, group, partition
+from moebook.methods.esft.moved import export, moved
 from moebook.methods.esft.replay import published, replay
 from moebook.methods.esft.score import Scores, measure, samples
 
@@ -48,11 +49,14 @@ __all__ = [
     "Scores",
     "Selection",
     "cooccurrence",
+    "export",
     "group",
     "load",
+    "lora",
     "measure",
     "merge",
     "mix",
+    "moved",
     "partition",
     "published",
     "random_selection",

@@ -1,0 +1,157 @@
+"""LoRA on a mixture in PEFT's form, and which experts a checkpoint moved, whatever trained it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+
+import pandas as pd
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer, ParamWrapper
+from torch import Tensor, nn
+
+from moebook.errors import located, refuse
+from moebook.methods.esft.apply import EXPERTS, load, merge
+from moebook.models import checkpoint
+from moebook.models.anatomy import Layer, anatomy, incompatibility, sparse_layers
+from moebook.models.load import load as load_model
+from moebook.models.lora import ADAPTER
+from moebook.settings import Place, checked
+
+SETTINGS = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+FUSED = ("gate_up_proj", "down_proj")
+
+
+@checked
+def export(model: nn.Module, folder: Place) -> Path:
+    """Write the LoRA that `lora` put on a mixture as a new folder in PEFT's form.
+
+    ``PeftModel.from_pretrained(base, folder)`` then gives the same logits, up to rounding.
+    Routed experts are ``target_parameters``, ``A [E * R, in]`` and ``B [out, E * R]``; so
+    are linear layers outside of attention, whose names PEFT would take for those of
+    experts as they were called before transformers fused them.
+
+    Raises:
+        Refusal: E-MODEL for a model without such LoRA, E-EXISTS for a folder that is
+            there, E-NONFINITE for NaN.
+    """
+    adapted = _adapted(model)
+    if not adapted:
+        refuse("E-MODEL", "the model holds no LoRA: esft.lora puts it on")
+    in_attention = set()
+    for layer in anatomy(model).layers:
+        if layer.attention is not None:
+            in_attention.update(layer.attention.modules())
+
+    modules = []
+    parameters = []
+    for name, part in adapted.items():
+        if isinstance(part, ParamWrapper):  # wrappers of one module lie in one another
+            owner = name.replace(".base_layer", "")
+            parameters.append(f"{owner}.{part.parameter_name}")
+        elif part in in_attention:
+            modules.append(name)
+        else:
+            parameters.append(f"{name}.weight")
+
+    first = next(iter(adapted.values()))
+    config = LoraConfig(
+        r=first.r[ADAPTER],
+        lora_alpha=first.lora_alpha[ADAPTER],
+        target_modules=modules,
+        target_parameters=parameters,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            key = name.replace(f".{ADAPTER}", "")
+            tensors[f"base_model.model.{key}"] = parameter.detach().contiguous()
+    settings = {}
+    for name, value in config.to_dict().items():
+        settings[name] = sorted(value) if isinstance(value, set) else value
+    text = json.dumps(settings, indent=1, sort_keys=True).encode()
+    files = {TENSORS: checkpoint.packed(tensors), SETTINGS: text}
+    return checkpoint.write(Path(folder), files)
+
+
+def _adapted(model: nn.Module) -> dict[str, LoraLayer]:
+    """Return the parts that bear LoRA, by name."""
+    return {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, LoraLayer)
+    }
+
+
+@checked
+def moved(base: nn.Module, folder: Place) -> pd.DataFrame:
+    """Tell which routed experts a checkpoint moved, and how far, beside its base.
+
+    The folder is one of `save`, one of PEFT's (of `export`, or anybody's), or a whole
+    model's (after `merge`). The base stays as it is.
+
+    Returns:
+        A row a layer and expert: ``layer``; ``expert``; ``change``, the Frobenius norm of
+        what was added to its weights over that of the weights, a number without unit, 0
+        where it was not moved; ``moved``, whether it is above 0.
+
+    Raises:
+        Refusal: E-NOFILE for a folder of none of these, E-BASE for one of another base,
+            E-SHAPE for one whose experts are of another shape.
+    """
+    before = sparse_layers(base)
+    after = sparse_layers(_trained(base, Path(folder)))
+    lines = []
+    for old, new in zip(before, after, strict=True):
+        for layer in (old, new):
+            problem = incompatibility(layer.experts)
+            if problem:
+                refuse("E-MODEL", f"layer {layer.index}: {problem}")
+        for expert, change in enumerate(_changes(old, new)):
+            lines.append((old.index, expert, change, change > 0))
+    return pd.DataFrame(lines, columns=["layer", "expert", "change", "moved"])
+
+
+def _trained(base: nn.Module, folder: Path) -> nn.Module:
+    """Make a copy of the base what a folder holds, as a plain model."""
+    if (folder / EXPERTS).is_file():
+        return merge(load(deepcopy(base), folder))
+    if (folder / SETTINGS).is_file():
+        if not (folder / TENSORS).is_file():
+            refuse("E-NOFILE", f"{folder}: no {TENSORS}; save it as safetensors")
+        with located(folder):
+            adapted = PeftModel.from_pretrained(deepcopy(base), folder)
+            merged: nn.Module = adapted.merge_and_unload()
+            return merged
+    if (folder / "config.json").is_file():
+        weight = next(base.parameters())
+        return load_model(str(folder), device=weight.device, dtype=weight.dtype)[0]
+    kinds = f"{EXPERTS}, {SETTINGS} or config.json"
+    refuse("E-NOFILE", f"{folder} is no checkpoint; expected {kinds} in it")
+
+
+@torch.no_grad()
+def _changes(old: Layer, new: Layer) -> list[float]:
+    """Return by how much of its norm each expert's weights changed."""
+    added = []
+    weights = []
+    for before, after in zip(_fused(old), _fused(new), strict=True):
+        if before.shape != after.shape:
+            shapes = f"{tuple(after.shape)} and {tuple(before.shape)} in the base"
+            refuse("E-SHAPE", f"layer {old.index}: experts are {shapes}")
+        added.append((after.double() - before.double()).square().flatten(1).sum(1))
+        weights.append(before.double().square().flatten(1).sum(1))
+    change = torch.stack(added).sum(0) / torch.stack(weights).sum(0)
+    return [float(value) for value in change.sqrt()]
+
+
+def _fused(layer: Layer) -> Iterator[Tensor]:
+    """Yield the fused weights of a layer's experts, ``[E, ...]``."""
+    for name in FUSED:
+        yield layer.experts.get_parameter(name)
