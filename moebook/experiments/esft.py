@@ -21,14 +21,22 @@ LISTS = ("general", "alignment")
 
 def known(settings: Settings) -> dict[str, Arm]:
     """Return all arms by name: which there are the parameters of the sweeps say."""
+    return esft.arms(sweep(settings), usual(settings))
+
+
+def sweep(settings: Settings) -> dict[str, list[float]]:
+    """Return the sizes that vary, by method."""
     names = ("thresholds_gate", "thresholds_token", "ranks", "group_sizes")
-    sweep = esft.sweep(*(settings[name] for name in names))
-    usual = {
+    return esft.sweep(*(settings[name] for name in names))
+
+
+def usual(settings: Settings) -> dict[str, float]:
+    """Return the sizes of the main arms, by method."""
+    return {
         "gate": settings["p_gate"],
         "token": settings["p_token"],
         "lora": settings["lora_rank"],
     }
-    return esft.arms(sweep, usual)
 
 
 def tested(settings: Settings) -> dict[str, str]:

@@ -454,13 +454,7 @@ def record_budget(
     for (name, task), result in results.items():
         run.record(f"esft/{name}/{task}/trained", result.trained / whole, "ratio")
     hits = _hits(experiment, results)
-    names = ("thresholds_gate", "thresholds_token", "ranks", "group_sizes")
-    usual = {
-        "gate": settings["p_gate"],
-        "token": settings["p_token"],
-        "lora": settings["lora_rank"],
-    }
-    budget = esft.budget(esft.sweep(*(settings[name] for name in names)), usual)
+    budget = esft.budget(checks.sweep(settings), checks.usual(settings))
     for place, arm in {"default": "gate", "largest": budget["gate"][-1]}.items():
         if arm in hits:
             right = hits[arm]
@@ -482,8 +476,7 @@ def record_groups(
 ) -> dict[str, float]:
     """Keep what coarser experts change (Fig. 7); return which share of the experts arms train."""
     hits = _hits(experiment, results)
-    largest = max(lists.numbers("group_sizes", experiment.settings["group_sizes"]))
-    coarse = f"-g{largest:g}"
+    coarse = f"-g{max(checks.sweep(experiment.settings)['groups'])}"
     experts = experiment.scores[experiment.first].experts
     shares: dict[str, float] = {}
     for (name, task), selection in experiment.selections.items():
