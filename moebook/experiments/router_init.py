@@ -207,7 +207,7 @@ def check(
 
 def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
     """Tell which parameters have no effect on these arms."""
-    yield from effects.of_rates(settings, "lr", "rate_steps valid_rows")
+    yield from effects.of_rates(settings, "lr", "rate_steps")
     if settings["mix"] == "embedded":
         tested = ",".join(_listed(settings))
         yield from effects.of_rows("revisions data_folder chat", tested)

@@ -49,6 +49,7 @@ WORKS = [
     ("pesc", {"arms": "upcycled", "rates": ""}, "lr_full", {"lr_full": 0.1}),
     ("pesc", {"arms": "sparse"}, "lora_rank", {"lora_rank": 3}),
     ("router_init", {"arms": "su,crsu"}, "quarter_rows", {"quarter_rows": 2}),
+    ("router_init", {"arms": "su", "rates": ""}, "valid_rows", {"valid_rows": 9}),
     ("rocket", {"arms": "perplexity"}, "tuned", {"tuned": 3}),
     ("rocket", {"bank_folder": "none_there"}, "bank_rows", {"bank_rows": 7}),
     ("esft", {"arms": "lora", "rates": ""}, "lr_lora", {"lr_lora": 0.1}),
