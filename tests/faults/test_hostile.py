@@ -89,6 +89,7 @@ WITHOUT = {  # public names without a row, and why
     "methods.rocket.augmentation.[Ee]ncoder": NO_VALUES,
     "methods.rocket.bank.make": BEHIND,
     "methods.rocket.bank.tune": BEHIND,
+    "methods.rocket.bank.vacant": NO_VALUES,
     "methods.rocket.loras.check_*": A_CHECK,
     "methods.rocket.mixture.install": BEHIND,
     "methods.rocket.pipeline.Case": A_RESULT,
