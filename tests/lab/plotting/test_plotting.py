@@ -286,3 +286,23 @@ def test_a_styled_figure_has_our_colours_and_is_opaque():
     plotting.loads({"layer 0": [0.5, 0.5]}).savefig(page)
     page.seek(0)
     np.testing.assert_array_equal(imread(page)[0, 0], [1.0, 1.0, 1.0, 1.0])
+
+
+def test_a_figure_with_nan_or_labels_over_one_another_is_refused_and_dark_ink_is_pale():
+    figure = plotting.curves(
+        {"a": [1.0, 2.0]}, steps=[0, 1], xlabel="step", ylabel="loss (nats)"
+    )
+    plotting.check(figure, "good")
+    plotting.darken(figure)
+    label = figure.axes[0].yaxis.label
+    assert label.get_color() == plotting.charts.PALE
+    axes = figure.axes[0]
+    axes.set_xticks([0, 0.01], ["a long label", "another one"])
+    refused(
+        "E-BOOK: figure crowded: the tick another one lies over",
+        plotting.check,
+        figure,
+        "crowded",
+    )
+    axes.set_xticks([0], ["nan"])
+    refused("E-BOOK: figure holes: it says NaN", plotting.check, figure, "holes")
