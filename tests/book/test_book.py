@@ -216,7 +216,7 @@ def test_claims_stand_in_the_ledger_and_among_findings_with_pictures_of_what_ran
         assert f'id="{claim.id}"' in ledger
     assert "chance alone would produce about" in ledger
     records, page = _page(site, "records"), _page(site, "audit")
-    assert records.count("(committed)") == 1 and records.count(", on its page)") == 9
+    assert records.count("(committed)") == 1 and records.count(", on its page)") == 10
     differs = [finding for finding in papers.audit() if finding.status == "differs"]
     assert differs and all(finding.printed in page for finding in differs)
     assert found.count("Holds, 61.0 %.") == 6
