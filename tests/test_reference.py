@@ -132,7 +132,7 @@ moebook.evaluation: evaluate
 moebook.methods.pesc: prepare
 moebook.methods.upcycling: su upcycle
 moebook.methods.esft: select specialise
-moebook.methods.rocket.selection: select
+moebook.methods.rocket.choose: select
 moebook.lab.planning: plan
 """
 

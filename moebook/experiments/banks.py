@@ -23,7 +23,7 @@ from moebook.experiments.arm import Complaints, Settings, asked, refuse_complain
 from moebook.experiments.experiment import Recorder
 from moebook.experiments.rocket import SIZES, annotated, choice, encoder_there
 from moebook.methods import rocket
-from moebook.methods.rocket.augmentation import Encoder
+from moebook.methods.rocket.augment import Encoder
 from moebook.methods.rocket.bank import Bank, Row
 from moebook.methods.rocket.loras import Lora
 from moebook.methods.rocket.pipeline import Arm, Case
@@ -277,4 +277,4 @@ def shares(
 
 def over_draws(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Average evaluations of a target over the draws of its shots, item by item."""
-    return rocket.findings.repeated({"": list(tables)})[""]
+    return rocket.measure.repeated({"": list(tables)})[""]

@@ -158,7 +158,7 @@ def oracle(
 ) -> dict[str, str]:
     """Name by target the LoRA that is best on the test rows, ties by likelihood."""
     shown = [*pool.tested.values()]
-    answers = rocket.findings.untuned(
+    answers = rocket.measure.untuned(
         model, tokenizer, bank, shown, **_scoring(settings)
     )
     table_ = pd.concat(answers, names=["lora", "row"]).groupby(["lora", "task"])
@@ -361,8 +361,7 @@ def tables(
     tested = contest.pool.tested
     by_arm["base"] = {target: contest.test(target) for target in tested}
     return {
-        name: rocket.findings.over_targets(part, tested)
-        for name, part in by_arm.items()
+        name: rocket.measure.over_targets(part, tested) for name, part in by_arm.items()
     }
 
 

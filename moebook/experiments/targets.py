@@ -278,7 +278,7 @@ class Targets:
             seed=self.settings["seed"] + 1_000_001 * turn,
         )
         yield history
-        rocket.mixture.remove(self.model)
+        rocket.apply.remove(self.model)
 
     @contextmanager
     def tuned_alone(self, target: str, lora: str, rate: float) -> Iterator[History]:
@@ -297,7 +297,7 @@ class Targets:
             seed=self.settings["seed"],
         )
         yield history
-        rocket.mixture.remove(self.model)
+        rocket.apply.remove(self.model)
 
     def tune_alone(self) -> tuple[dict[tuple[str, str], float], Losses]:
         """Tune the bank's first LoRAs one at a time: accuracy by target and LoRA, losses by rate.
@@ -348,7 +348,7 @@ class Targets:
             shares = single = None
             if name == "mixture":
                 shares = routing.shares(self.model, {target: self.observed[target]})
-                single = rocket.findings.alone(
+                single = rocket.measure.alone(
                     self.model,
                     self.tokenizer,
                     self.pool.tested[target],
@@ -381,7 +381,7 @@ def untuned(
     """Test the base, and the base under each LoRA of the bank, on every target."""
     shown = list(pool.tested.values())
     answers = {"base": evaluation.evaluate(model, tokenizer, shown, **how(settings))}
-    answers |= rocket.findings.untuned(model, tokenizer, bank, shown, **how(settings))
+    answers |= rocket.measure.untuned(model, tokenizer, bank, shown, **how(settings))
     return pd.concat(answers, names=["lora", "row"]).reset_index("lora")
 
 
@@ -412,7 +412,7 @@ def tables(
     by_arm: dict[str, dict[str, Any]] = {}
     for (target, name), result in results.items():
         by_arm.setdefault(name, {})[target] = result.answers
-    answers = {name: rocket.findings.repeated(part) for name, part in by_arm.items()}
+    answers = {name: rocket.measure.repeated(part) for name, part in by_arm.items()}
     parts = dict(list(untuned.groupby(["lora", "task"])))
     answers["base"] = {
         target: parts["base", task] for target, task in pool.tested.items()
@@ -424,7 +424,7 @@ def tables(
     if "expert_lora" in targets.arms:
         found: dict[str, pd.DataFrame] = {}
         for target, task in pool.tested.items():
-            found |= rocket.findings.untuned(
+            found |= rocket.measure.untuned(
                 targets.model,
                 targets.tokenizer,
                 {target: whole[target]},
@@ -432,7 +432,7 @@ def tables(
                 **how(targets.settings),
             )
         answers["expert_lora"] = found
-    over = partial(rocket.findings.over_targets, tested=pool.tested)
+    over = partial(rocket.measure.over_targets, tested=pool.tested)
     return {name: over(part) for name, part in answers.items()}
 
 
@@ -484,7 +484,7 @@ def record(
 def mixed_cases(results: Mapping[tuple[str, str], Result]) -> pd.DataFrame:
     """Sort each target's test rows by how many experts alone answer them (Table 5)."""
     lines = {
-        target: rocket.findings.split_cases(result.single, result.answers[0].correct)
+        target: rocket.measure.split_cases(result.single, result.answers[0].correct)
         for (target, _), result in results.items()
         if result.single is not None
     }
@@ -512,8 +512,8 @@ def record_foretold(run: Recorder, paired: pd.DataFrame) -> None:
     if not len(paired):
         return
     run.record("rocket/random_lora_on_shots/accuracy", paired.after.mean(), "share")
-    kinds = list(rocket.findings.KINDS)
-    ranks = rocket.findings.correlations(paired, kinds, ["after", "gain"])
+    kinds = list(rocket.measure.KINDS)
+    ranks = rocket.measure.correlations(paired, kinds, ["after", "gain"])
     means = ranks.groupby(level=["of", "with"]).mean()
     every = pd.MultiIndex.from_product([kinds, ["after", "gain"]])
     plain, _, reasoned, gain = means.reindex(every)

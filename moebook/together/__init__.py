@@ -8,7 +8,7 @@ from moebook.methods import upcycling as up
 from moebook.together import budget, combining
 from moebook.together.arms import PAIRS, Arm, Trained, arms, bank_rank, train
 from moebook.together.budget import KINDS
-from moebook.together.measuring import costs, forgotten, stored, texts, transfer
+from moebook.together.measure import costs, forgotten, stored, texts, transfer
 from moebook.together.setup import Config, Setup
 
 __all__ = [

@@ -157,12 +157,12 @@ def choose(setup: Setup, bank: Bank) -> tuple[tuple[str, ...], dict[str, list[An
     """Choose N LoRAs by shots of the mixture (Alg. 1), and deal the shots out to them."""
     shots = [*setup.mixed[: setup.config.shots]]
     read = deepcopy(setup.base)
-    nats = rocket.scoring.log_perplexity(read, setup.tokenizer, bank, shots)
-    solved = rocket.scoring.accuracy(read, setup.tokenizer, bank, shots)
+    nats = rocket.score.log_perplexity(read, setup.tokenizer, bank, shots)
+    solved = rocket.score.accuracy(read, setup.tokenizer, bank, shots)
     config = _rocket(setup, bank)
-    alike = rocket.selection.similarity(bank, config)
-    picked = rocket.selection.select(
-        rocket.scoring.scores(nats, solved), alike, config
+    alike = rocket.choose.similarity(bank, config)
+    picked = rocket.choose.select(
+        rocket.score.scores(nats, solved), alike, config
     ).experts
     dealt = combining.by_expert(nats, picked)
     return picked, {
@@ -224,7 +224,7 @@ def _bank(
     alone = deepcopy(setup.base)
     if kind == "flops":
         config = rocket.Config.preset("fixed", experts=1, top_k=1, lora_dropout=0.0)
-        rocket.mixture.build(alone, [_blank(setup.base, arm.bank, rank)], config)
+        rocket.apply.build(alone, [_blank(setup.base, arm.bank, rank)], config)
     prices = [budget.price(kind, alone, each, None) for each in batches.values()]
     steps, spent = budget.affordable(
         lambda step: sum(price(step) for price in prices), amount
@@ -309,7 +309,7 @@ def _upcycled(start: str) -> Make:
 
 def _mixture(setup: Setup, model: nn.Module, bank: Bank) -> nn.Module:
     chosen, _ = choose(setup, bank)
-    return rocket.mixture.build(
+    return rocket.apply.build(
         model, [bank[name] for name in chosen], _rocket(setup, bank)
     )
 

@@ -190,13 +190,13 @@ def test_rockets_experts_are_those_of_algorithm_1(moved, tmp_path):
         (5, 6, 4, "diversity", "sum"),
         (9, 6, 1, "perplexity", "normalised"),
     ):
-        scores = rocket.scoring.scores(
+        scores = rocket.score.scores(
             *(pd.DataFrame(t[:, :K], names) for t in (nats, solved))
         )
         config = rocket.Config(candidates=M, experts=N, top_k=1, ranking=ranking)
         alike = pd.DataFrame(cosines, names, names)
         rankings = [name for name in used if name != out]
-        chosen = rocket.selection.select(scores, alike, config, rankings=rankings)
+        chosen = rocket.choose.select(scores, alike, config, rankings=rankings)
         moves = {"shots K": K, "candidates M": M, "experts N": N}
         moves |= {label: name != out for label, name in zip(labels, used, strict=True)}
         numbers = shown(

@@ -143,7 +143,7 @@ def test_a_strangers_loras_are_chosen_and_mixed(place):
     names = run("own_rocket")
     assert len(names["chosen"].experts) == 2
     again = rocket.load(models.load("my-model")[0], "my-mixture")
-    assert len(rocket.mixture.trained(again)) > 0
+    assert len(rocket.apply.trained(again)) > 0
     assert names["tuned"].cost.forward > 0
 
 

@@ -26,7 +26,7 @@ from moebook import evaluation
 from moebook.data import encode, tasks
 from moebook.errors import Refusal
 from moebook.evaluation.harness import Harness
-from moebook.methods.pesc.measuring import _row_losses
+from moebook.methods.pesc.measure import _row_losses
 from moebook.methods.upcycling.representations import perplexities
 from moebook.models.conventions import keeps_cache
 from tests.refusals import refused

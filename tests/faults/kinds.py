@@ -33,7 +33,7 @@ from moebook.lab.run import sources
 from moebook.lab.run.session import VALUE
 from moebook.lab.run.verifying import verify
 from moebook.methods import esft, pesc
-from moebook.methods.rocket import Config, loras, mixture
+from moebook.methods.rocket import Config, apply, loras
 from moebook.models.checkpoint import fingerprint
 from moebook.training.checkpoints import History, Store
 from recipes.pretrain import Recipe
@@ -122,9 +122,7 @@ def make_checkpoints(folder: Path, get: Get) -> None:
     bank = [lora(name, seed) for seed, name in enumerate(("one", "two"))]
     for each in bank:
         loras.write(each, folder / each.name)
-    mixture.save(
-        mixture.build(base(), bank, Config(experts=2, top_k=1)), folder / "rocket"
-    )
+    apply.save(apply.build(base(), bank, Config(experts=2, top_k=1)), folder / "rocket")
     plain = loras.write(lora("peft", 2), folder / "peft")
     for name in ("MANIFEST.json", "MANIFEST.sha256"):
         (plain / name).unlink()
@@ -425,7 +423,7 @@ PESC, ESFT, ROCKET = (
     for method, name, config in (
         (pesc, "pesc", DENSE),
         (esft, "esft", SPARSE),
-        (mixture, "rocket", DENSE),
+        (apply, "rocket", DENSE),
     )
 )
 POOL = verified("toy", lambda folder: repr(store.pools("toy", folder)))

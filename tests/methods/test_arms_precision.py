@@ -108,7 +108,7 @@ def test_a_mixture_of_loras_on_a_bfloat16_host_trains_in_float32(
     before, bank = held(model), make_bank(model, 3)
     if name == "rocket":
         config = rocket.Config(experts=3, top_k=2, candidates=3)
-        rocket.mixture.build(model, list(bank.values()), config)
+        rocket.apply.build(model, list(bank.values()), config)
         training.fit(model, rows, **RECIPE)
     else:
         few = rows.select(range(6))

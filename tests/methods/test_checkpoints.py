@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from moebook.errors import Refusal
 from moebook.methods import esft, pesc, rocket, upcycling
-from moebook.methods.rocket import mixture
+from moebook.methods.rocket import apply
 from moebook.models import checkpoint, fingerprint
 from tests.refusals import refused
 
@@ -54,7 +54,7 @@ def mixed(model, **changes):
             path: torch.randn(layer.out_features, 3) for path, layer in layers.items()
         }
         bank.append(rocket.loras.Lora(name=name, rank=3, alpha=6.0, down=down, up=up))
-    mixture.build(model, bank, rocket.Config(**changes))
+    apply.build(model, bank, rocket.Config(**changes))
     return drift(model)
 
 
@@ -74,7 +74,7 @@ METHODS = {
 
 @pytest.fixture
 def sparse(mixture):
-    return lambda: mixture("DeepseekV2", num_hidden_layers=3)
+    return lambda: apply("DeepseekV2", num_hidden_layers=3)
 
 
 @pytest.fixture(params=METHODS)

@@ -405,8 +405,8 @@ def test_a_training_of_one_step_moves_what_trains(dense):
 
 
 def test_costs_are_measured_for_every_arm(dense, monkeypatch):
-    monkeypatch.setattr(together.measuring, "TURNS", 1)
-    monkeypatch.setattr(together.measuring, "STEPS", 2)
+    monkeypatch.setattr(together.measure, "TURNS", 1)
+    monkeypatch.setattr(together.measure, "STEPS", 2)
     arms = {name: DENSE[name] for name in ("full", "pesc")}
     models = {name: built(dense, arm) for name, arm in arms.items()}
     costs = together.costs(dense, models, arms)

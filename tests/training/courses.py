@@ -92,7 +92,7 @@ def mixed():
             for path, each in layers.items()
         }
         loras.append(Lora(name=name, rank=4, alpha=8.0, down=down, up=up))
-    return rocket.mixture.build(model, loras, rocket.Config(lora_dropout=0.0)), None
+    return rocket.apply.build(model, loras, rocket.Config(lora_dropout=0.0)), None
 
 
 def total(model):

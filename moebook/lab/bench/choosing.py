@@ -19,7 +19,7 @@ from moebook.data import IGNORED, encode, padded, tasks
 from moebook.errors import refuse
 from moebook.kernels.similarity import duplicates, nearest_rows
 from moebook.lab.bench.case import Case, Product, Run, number_format, peer, size_of
-from moebook.methods.rocket import loras, scoring
+from moebook.methods.rocket import loras, score
 from moebook.methods.rocket.loras import Lora
 
 Array = np.ndarray[Any, Any]
@@ -42,9 +42,7 @@ def bank(device: torch.device, N: int, S: int, R: int, bits: int = 32) -> Case:
         hosted.double()
     by_peft = partial(_by_peft, hosted, own_loras, items)
     case = Case(size_of(*model.parameters()))
-    case.add(
-        "ours", partial(scoring.log_perplexity, model, tokenizer, own_loras, shots)
-    )
+    case.add("ours", partial(score.log_perplexity, model, tokenizer, own_loras, shots))
     case.floor(_products(model, items, N, R), device, torch.float32)
     case.add("set_adapter, all shots at once", partial(by_peft, len(items)))
     case.add("set_adapter, shot by shot", partial(by_peft, 1))
@@ -108,11 +106,11 @@ def _hosted(
 
 def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Product]:
     """The products that scoring needs: shared tokens once, then answers alone."""
-    packs = scoring.packs(items, model.config.hidden_size)
+    packs = score.packs(items, model.config.hidden_size)
     tokens = sum(len(pack.tokens) for pack in packs)
     places = number * sum(len(pack.answers.readers.unique()) for pack in packs)
     answers = number * sum(len(pack.answers.readers) for pack in packs)
-    shared, ends = scoring.spared(model)
+    shared, ends = score.spared(model)
     last = set()
     for end in ends:
         last.update(end.modules())

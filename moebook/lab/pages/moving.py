@@ -14,7 +14,7 @@ from moebook.lab import papers
 from moebook.lab.pages.pages import page
 from moebook.lab.records import Run, store
 from moebook.methods import pesc, rocket
-from moebook.methods.pesc.measuring import HOSTS
+from moebook.methods.pesc.measure import HOSTS
 from moebook.models.skeleton import configuration
 
 SIZES = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
@@ -69,8 +69,8 @@ def selection(folder: Path) -> str:
         cosines = pd.DataFrame(
             {name: bank["correlation"][name][: len(loras)] for name in loras}
         )
-        scores = rocket.scoring.scores(nats, share)
-        chosen = rocket.selection.select(
+        scores = rocket.score.scores(nats, share)
+        chosen = rocket.choose.select(
             scores, cosines.set_axis(loras), rocket.Config(**start)
         )
         lines = chosen.candidates.to_dict("index")

@@ -82,7 +82,7 @@ def mixture(config: rocket.Config, rank: int) -> Method:
         linears = {n: p for n, p in host.named_modules() if n.endswith(Q_AND_V)}
         names = tuple(map(str, range(config.experts)))
         scales, paths = (1.0,) * len(names), tuple(linears)
-        origin = rocket.mixture.Origin(
+        origin = rocket.apply.Origin(
             base="", config=config, experts=names, scales=scales, rank=rank, paths=paths
         )
         down = {
@@ -91,7 +91,7 @@ def mixture(config: rocket.Config, rank: int) -> Method:
         up = {
             n: torch.zeros(len(names), p.out_features, rank) for n, p in linears.items()
         }
-        return rocket.mixture.install(host, origin, down, up)
+        return rocket.apply.install(host, origin, down, up)
 
     return Method(("mixture", config, rank), made)
 

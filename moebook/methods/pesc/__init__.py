@@ -3,8 +3,7 @@
 ``craft`` (or ``prepare``, which adds the host's tuning) -> train with ``balance_loss`` -> ``save``.
 """
 
-from moebook.methods.pesc.config import GROUPS, Config, reading, root
-from moebook.methods.pesc.crafting import (
+from moebook.methods.pesc.apply import (
     adapter_norm,
     craft,
     full_experts,
@@ -13,7 +12,8 @@ from moebook.methods.pesc.crafting import (
     save,
     trained,
 )
-from moebook.methods.pesc.measuring import (
+from moebook.methods.pesc.config import GROUPS, Config, reading, root
+from moebook.methods.pesc.measure import (
     approximation_error,
     balance_gradient,
     balance_loss,

@@ -9,7 +9,7 @@ from torch import nn
 
 from moebook.methods.rivals import tuning
 from moebook.methods.rivals.tuning import Data, Tuned
-from moebook.methods.rocket import mixture
+from moebook.methods.rocket import apply
 from moebook.methods.rocket.bank import Bank
 from moebook.methods.rocket.config import Config
 from moebook.models.checkpoint import origin
@@ -31,6 +31,6 @@ def tuned(
     """Put the mixture of a bank's N LoRAs on the base, and train its experts and gates."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        mixture.build(model, list(bank.values()), config)
-    made = Tuned(model, cast(Any, origin(model, mixture.Origin)))
+        apply.build(model, list(bank.values()), config)
+    made = Tuned(model, cast(Any, origin(model, apply.Origin)))
     return tuning.fit(made, data, seed=seed, **recipe)

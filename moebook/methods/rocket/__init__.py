@@ -6,17 +6,17 @@
 """
 
 from moebook.methods.rocket import (
-    augmentation,
+    apply,
+    augment,
     bank,
-    findings,
+    choose,
     loras,
-    mixture,
+    measure,
     pipeline,
-    scoring,
-    selection,
+    score,
 )
+from moebook.methods.rocket.apply import load, save
 from moebook.methods.rocket.config import Config
-from moebook.methods.rocket.mixture import load, save
 
 __all__ = [
     "Config",

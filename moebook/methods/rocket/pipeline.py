@@ -22,15 +22,15 @@ from torch import nn
 from moebook import training
 from moebook.data import encode
 from moebook.errors import refuse
-from moebook.methods.rocket import augmentation, mixture, scoring, selection
-from moebook.methods.rocket.augmentation import Encoder
+from moebook.methods.rocket import apply, augment, choose, score
+from moebook.methods.rocket.augment import Encoder
+from moebook.methods.rocket.choose import Ranking
 from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora
-from moebook.methods.rocket.selection import Ranking
 from moebook.settings import Count, Each, Seed, checked, settings
 
 Row = Mapping[str, str]
-RANKED = tuple(selection.RANKINGS)
+RANKED = tuple(choose.RANKINGS)
 # A LoRA of the target's own set; the bank's tuned alone.
 UNMIXED = (
     "expert_lora",
@@ -108,7 +108,7 @@ class Case:
     def scores(self, shots: int, *, rationales: bool = True) -> pd.DataFrame:
         """Return `scoring.scores` of the first K shots, their rationales read or not."""
         nats = self.reasoning if rationales else self.plain
-        return scoring.scores(nats.iloc[:, :shots], self.solved.iloc[:, :shots])
+        return score.scores(nats.iloc[:, :shots], self.solved.iloc[:, :shots])
 
 
 def tested(targets: Sequence[str], benchmarks: Sequence[str]) -> dict[str, str]:
@@ -134,27 +134,27 @@ def score_bank(
 
     The encoder is that of the open data. The base writes missing rationales (paper: WizardLM2).
     """
-    shots, order = scoring.draw(annotated, config.shots, seed), config.rationale
+    shots, order = score.draw(annotated, config.shots, seed), config.rationale
     bare = [
         place for place, row in enumerate(shots) if not row.get("rationale", "").strip()
     ]
     if bare:
         rows = [shots[place] for place in bare]
-        written = scoring.write_rationales(rows, model, tokenizer, order=order)
+        written = score.write_rationales(rows, model, tokenizer, order=order)
         for place, row in zip(bare, written, strict=True):
             shots[place] = row
     nats = partial(
-        scoring.log_perplexity, model, tokenizer, bank, reduction=config.reduction
+        score.log_perplexity, model, tokenizer, bank, reduction=config.reduction
     )
     return Case(
         task,
         seed,
         shots,
         plain=nats(shots),
-        reasoning=nats(scoring.expand(shots, order=order)),
-        solved=scoring.accuracy(model, tokenizer, bank, shots),
+        reasoning=nats(score.expand(shots, order=order)),
+        solved=score.accuracy(model, tokenizer, bank, shots),
         vectors=next(encoder.blocks(shots, size=len(shots))),
-        similarities=selection.similarity(bank, config),
+        similarities=choose.similarity(bank, config),
     )
 
 
@@ -180,12 +180,12 @@ def experts(
     )
 
 
-def selected(case: Case, arm: Arm, bank: Collection[str]) -> selection.Selection:
+def selected(case: Case, arm: Arm, bank: Collection[str]) -> choose.Selection:
     """Select experts from a bank that was scored in the case by an arm's rankings (Alg. 1)."""
     rankings = cast(Sequence[Ranking], arm.by)
     scores = case.scores(arm.config.shots, rationales=arm.rationales)
     scores = scores[scores.index.isin(list(bank))]
-    return selection.select(scores, case.similarities, arm.config, rankings=rankings)
+    return choose.select(scores, case.similarities, arm.config, rankings=rankings)
 
 
 def rows(case: Case, arm: Arm, pool: Sequence[Row], vectors: np.ndarray) -> list[Row]:
@@ -198,7 +198,7 @@ def rows(case: Case, arm: Arm, pool: Sequence[Row], vectors: np.ndarray) -> list
     shots, near = case.shots[: arm.config.shots], case.vectors[: arm.config.shots]
     if not arm.open_data:
         return shots
-    chosen = augmentation.choose(near, [vectors], arm.config, seed=case.seed)
+    chosen = augment.choose(near, [vectors], arm.config, seed=case.seed)
     return [*shots, *(pool[place] for place in chosen.index)]
 
 
@@ -223,7 +223,7 @@ def tune(
         config = replace(config, experts=1, top_k=1)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        mixture.build(model, loras, config)
+        apply.build(model, loras, config)
     encoded = encode(chosen, tokenizer, max_length=max_length)
     return training.fit(
         model, encoded, seed=seed, pad_id=tokenizer.pad_token_id or 0, **settings

@@ -27,8 +27,9 @@ from pyarrow.dataset import ParquetFileFormat, dataset
 from moebook import cluster, models, storage
 from moebook.errors import Refusal, refuse, told
 from moebook.kernels.dispatch import shapes
-from moebook.methods.rocket import augmentation, bank, loras, scoring, selection
-from moebook.methods.rocket.augmentation import REPR_POOL, Augmentation, Encoder
+from moebook.methods import rocket
+from moebook.methods.rocket import bank, loras
+from moebook.methods.rocket.augment import REPR_POOL, Augmentation, Encoder
 from moebook.methods.rocket.config import Config
 from moebook.models.checkpoint import fingerprint
 from moebook.settings import FINITE, Count, Place, Seed, checked, settings
@@ -98,7 +99,7 @@ def choose(
     budget = config.budget * (REPR_POOL if config.duplicates == "repr" else 1)
     files = _listed(Path(folder))
     about = (shots.tobytes(), str(shots.dtype), config, encoder, prompt, seed)
-    load = partial(augmentation.encoder, encoder, prompt=prompt, device=engine.device)
+    load = partial(rocket.augment.encoder, encoder, prompt=prompt, device=engine.device)
     tasks = [
         {
             "name": _named(path.stem, [path], start, about),
@@ -115,7 +116,7 @@ def choose(
         refuse(
             "E-DATA", f"{folder}: none of {files[-1][2]} open rows can be drawn; {why}"
         )
-    chosen = augmentation.choose(shots, [_vectors(drawn, shots)], config, seed=seed)
+    chosen = rocket.augment.choose(shots, [_vectors(drawn, shots)], config, seed=seed)
     numbers = drawn["index"].to_numpy()
     return Augmentation(
         numbers[chosen.index], chosen.similarity, numbers[chosen.candidates]
@@ -191,16 +192,16 @@ def score(
 
 def select(
     scored: Scored, folder: str | Path, model: Any, config: Config
-) -> selection.Selection:
+) -> rocket.choose.Selection:
     """Choose experts of a scored bank (Alg. 1), of which only the M candidates are read."""
-    scores = scoring.scores(scored.reasoning, scored.solved)
+    scores = rocket.score.scores(scored.reasoning, scored.solved)
     blank = pd.DataFrame(0.0, scores.index, scores.index)
-    ranked = selection.select(scores, blank, config).candidates
+    ranked = rocket.choose.select(scores, blank, config).candidates
     base, names = fingerprint(model), ranked.index[ranked["candidate"]]
     members = {name: loras.read(Path(folder) / name, model, base) for name in names}
-    alike = selection.similarity(members, config)
+    alike = rocket.choose.similarity(members, config)
     blank.loc[names, names] = alike.loc[names, names]
-    return selection.select(scores, blank, config)
+    return rocket.choose.select(scores, blank, config)
 
 
 def _drawing(
@@ -218,7 +219,7 @@ def _drawing(
         random.advance(start := int(task["start"]))
         with _opened(task["path"]) as file:
             stream = _blocks(file, shots, reader)
-            drawn = augmentation.draw(
+            drawn = rocket.augment.draw(
                 shots, stream, config, budget, np.random.Generator(random)
             )
         vectors = pa.array(drawn.vectors.numpy().ravel())
@@ -276,7 +277,7 @@ def _scoring(
     model, tokenizer = models.load(base, device=device)
     reference, expanded = (
         fingerprint(model),
-        scoring.expand(shots, order=config.rationale),
+        rocket.score.expand(shots, order=config.rationale),
     )
 
     def work(task: Task) -> bytes:
@@ -289,12 +290,16 @@ def _scoring(
             name: group[name] for name in (Path(path).name for path in task["paths"])
         }
         nats = partial(
-            scoring.log_perplexity, model, tokenizer, group, reduction=config.reduction
+            rocket.score.log_perplexity,
+            model,
+            tokenizer,
+            group,
+            reduction=config.reduction,
         )
         frames = (
             nats(shots),
             nats(expanded),
-            scoring.accuracy(model, tokenizer, group, shots),
+            rocket.score.accuracy(model, tokenizer, group, shots),
         )
         lists = {
             k: [*f.to_numpy()] for k, f in zip(Scored._fields, frames, strict=True)

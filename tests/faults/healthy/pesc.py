@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from moebook.methods import pesc
-from moebook.methods.pesc import measuring
+from moebook.methods.pesc import measure
 from tests.faults.healthy import hosts
 from tests.faults.hostile import Row
 
@@ -177,7 +177,7 @@ def cost(train, inputs, batch, lr):
         pesc.prepare(hosts.host(), LORA, sparse=False),
         pesc.prepare(hosts.host(), LORA),
     )
-    with patch.multiple(measuring, TURNS=1, STEPS=2):
+    with patch.multiple(measure, TURNS=1, STEPS=2):
         ratios, memory = pesc.cost(*arms, train, inputs, batch=batch, lr=lr, pad_id=2)
     return {"turns": len(ratios), "memory": memory}
 

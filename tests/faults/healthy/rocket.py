@@ -18,14 +18,14 @@ from scipy.stats import rankdata, spearmanr
 from moebook.data import tasks
 from moebook.methods import rocket
 from moebook.methods.rocket import (
-    augmentation,
+    apply,
+    augment,
     bank,
-    findings,
+    choose,
     loras,
-    mixture,
+    measure,
     pipeline,
-    scoring,
-    selection,
+    score,
     shards,
 )
 from tests import tokens
@@ -94,7 +94,7 @@ def true_choose(shots, blocks, seed):
 
 
 def chosen(shots, blocks, seed):
-    found = augmentation.choose(shots, blocks, CONFIG, seed=seed)
+    found = augment.choose(shots, blocks, CONFIG, seed=seed)
     return found.index, found.similarity
 
 
@@ -183,7 +183,7 @@ def true_built(model, loras, config):
 def mixed():
     """A host with a mixture on it."""
     torch.manual_seed(0)
-    return mixture.build(host(), [lora("a"), lora("b", 1)], TWO)
+    return apply.build(host(), [lora("a"), lora("b", 1)], TWO)
 
 
 @cache
@@ -202,7 +202,7 @@ def written():
 
 
 def only(model, expert):
-    with mixture.only(model, expert):
+    with apply.only(model, expert):
         return logits(model)
 
 
@@ -224,7 +224,7 @@ def true_perplexities(model, bank, shots, reduction):
 
 
 def perplexities(model, bank, shots, reduction, tokens=None):
-    return scoring.log_perplexity(
+    return score.log_perplexity(
         model, byte(), bank, shots, reduction=reduction, tokens=tokens
     ).to_numpy()
 
@@ -234,7 +234,7 @@ def byte():
 
 
 def accuracies(model, bank, shots, limit):
-    return scoring.accuracy(model, byte(), bank, shots, limit=limit).to_numpy()
+    return score.accuracy(model, byte(), bank, shots, limit=limit).to_numpy()
 
 
 def true_accuracies(model, bank, shots, limit):
@@ -288,7 +288,7 @@ def true_scores(log_perplexities, accuracies):
 
 
 def scored():
-    return scoring.scores(*measured())
+    return score.scores(*measured())
 
 
 def alike():
@@ -393,7 +393,7 @@ def told():
 
 
 def generated(model, contexts, limit, batch):
-    return scoring.generate(model, byte(), contexts, limit=limit, batch=batch)
+    return score.generate(model, byte(), contexts, limit=limit, batch=batch)
 
 
 def true_generated(model, contexts, limit, batch):
@@ -427,12 +427,12 @@ def outcomes():
 
 
 def ranks():
-    frame = findings.foretold({"sums": case()}, outcomes())
-    return findings.correlations(frame, ["bare answers"], ["gain"])
+    frame = measure.foretold({"sums": case()}, outcomes())
+    return measure.correlations(frame, ["bare answers"], ["gain"])
 
 
 def true_split(experts, mixture):
-    if experts.ndim != 2 or mixture.shape != experts.shape[1:] or not experts.size:
+    if experts.ndim != 2 or apply.shape != experts.shape[1:] or not experts.size:
         raise ValueError("shapes")
     every, anyone = experts.astype(bool).all(0), experts.astype(bool).any(0)
     mixed = anyone & ~every
@@ -441,7 +441,7 @@ def true_split(experts, mixture):
         if mixed.any()
         else np.full(len(experts), np.nan)
     )
-    whole = 1 - mixture.astype(bool)[mixed].mean() if mixed.any() else np.nan
+    whole = 1 - apply.astype(bool)[mixed].mean() if mixed.any() else np.nan
     return {
         "all right": every.mean(),
         "mixed": mixed.mean(),
@@ -474,7 +474,7 @@ def true_foretold(cases, outcomes):
 
 
 def frame():
-    return findings.foretold({"sums": case()}, outcomes())
+    return measure.foretold({"sums": case()}, outcomes())
 
 
 @cache
@@ -538,7 +538,7 @@ def arrays(one, other):
 
 SEEDS = "negative | zero | huge"
 ROWS = {
-    "methods.rocket.augmentation.choose": Row(
+    "methods.rocket.augment.choose": Row(
         chosen,
         lambda: {
             "shots": drawn(2),
@@ -548,15 +548,15 @@ ROWS = {
         true_choose,
         fine={"seed": "zero | huge"},
     ),
-    "methods.rocket.augmentation.peak": Row(
-        lambda shots, size: augmentation.peak(shots, CONFIG, size) > 0,
+    "methods.rocket.augment.peak": Row(
+        lambda shots, size: augment.peak(shots, CONFIG, size) > 0,
         lambda: {"shots": drawn(2), "size": 10},
         fine={"shots": "short | long | zero | dtype"},
         settings=("size",),  # which may be large, and then takes its time
         more={"size": {"negative": -1, "zero": 0, "no whole number": 1.5}},
     ),
-    "methods.rocket.augmentation.deduplicate": Row(
-        augmentation.deduplicate,
+    "methods.rocket.augment.deduplicate": Row(
+        augment.deduplicate,
         lambda: {
             "vectors": drawn(6, 3),
             "similarity": drawn(1, 6)[0],
@@ -565,10 +565,8 @@ ROWS = {
         },
         true_deduplicate,
     ),
-    "methods.rocket.augmentation.draw": Row(
-        lambda shots, blocks, budget: augmentation.draw(
-            shots, blocks, CONFIG, budget, 0
-        ),
+    "methods.rocket.augment.draw": Row(
+        lambda shots, blocks, budget: augment.draw(shots, blocks, CONFIG, budget, 0),
         lambda: {
             "shots": drawn(2),
             "blocks": [drawn(5, seed=1), drawn(4, seed=2)],
@@ -576,14 +574,14 @@ ROWS = {
         },
         true_drawn,
     ),
-    "methods.rocket.augmentation.log_density": Row(
-        augmentation.log_density,
+    "methods.rocket.augment.log_density": Row(
+        augment.log_density,
         lambda: {"shots": drawn(2), "block": drawn(5, seed=1), "gamma": 2.0},
         true_density,
         tolerance=1e-3,
     ),
-    "methods.rocket.augmentation.inside_hull": Row(
-        augmentation.inside_hull,
+    "methods.rocket.augment.inside_hull": Row(
+        augment.inside_hull,
         lambda: {"shots": drawn(5), "block": 0.4 * drawn(6, seed=1), "components": 2},
         true_hull,
     ),
@@ -694,31 +692,31 @@ ROWS = {
         lambda name, revision: len(bank.source_rows(name, revision)),
         lambda: {"name": "gsm8k", "revision": hub_folder()},
     ),
-    "methods.rocket.findings.foretold": Row(
-        findings.foretold,
+    "methods.rocket.measure.foretold": Row(
+        measure.foretold,
         lambda: {"cases": {"sums": case()}, "outcomes": outcomes()},
         true_foretold,
         settings=("cases",),
     ),
-    "methods.rocket.findings.correlations": Row(
-        findings.correlations,
+    "methods.rocket.measure.correlations": Row(
+        measure.correlations,
         lambda: {"frame": frame(), "one": ["bare answers"], "other": ["gain"]},
         lambda frame, one, other: true_correlations(frame, one, other),
     ),
-    "methods.rocket.findings.averaged": Row(
-        findings.averaged,
+    "methods.rocket.measure.averaged": Row(
+        measure.averaged,
         lambda: {"ranks": ranks()},
         settings=("ranks",),
     ),
-    "methods.rocket.findings.repeated": Row(
+    "methods.rocket.measure.repeated": Row(
         lambda tables: {
-            t: part.correct for t, part in findings.repeated(tables).items()
+            t: part.correct for t, part in measure.repeated(tables).items()
         },
         lambda: {"tables": {"gcd": [table(), table()]}},
         lambda tables: {target: true_repeated(some) for target, some in tables.items()},
     ),
-    "methods.rocket.findings.over_targets": Row(
-        lambda tables, tested: findings.over_targets(tables, tested).score.sum(),
+    "methods.rocket.measure.over_targets": Row(
+        lambda tables, tested: measure.over_targets(tables, tested).score.sum(),
         lambda: {
             "tables": {"gcd": table()[:3], "sums": table()[3:]},
             "tested": {"gcd": "gcd", "sums": "sums"},
@@ -726,29 +724,27 @@ ROWS = {
         settings=("tables",),
         more={"tables": {"empty": {}, "no rows": {"gcd": table()[:0]}}},
     ),
-    "methods.rocket.findings.untuned": Row(
+    "methods.rocket.measure.untuned": Row(
         lambda model, bank, tasks, limit: {
             n: len(t)
-            for n, t in findings.untuned(
-                model, byte(), bank, tasks, limit=limit
-            ).items()
+            for n, t in measure.untuned(model, byte(), bank, tasks, limit=limit).items()
         },
         lambda: {"model": host(), "bank": {"a": lora()}, "tasks": ["gcd"], "limit": 1},
         settings=("bank", "tasks"),
         fine={"limit": "huge"},
         more={"model": {"nan": spoilt()}},
     ),
-    "methods.rocket.findings.alone": Row(
+    "methods.rocket.measure.alone": Row(
         lambda model, task, limit: (
-            findings.alone(model, byte(), task, limit=limit).shape
+            measure.alone(model, byte(), task, limit=limit).shape
         ),
         lambda: {"model": mixed(), "task": "gcd", "limit": 1},
         settings=("task",),
         fine={"limit": "huge"},
         more={"model": {"plain": host()}},
     ),
-    "methods.rocket.findings.split_cases": Row(
-        findings.split_cases,
+    "methods.rocket.measure.split_cases": Row(
+        measure.split_cases,
         lambda: {
             "experts": np.array([[True, False, True], [False, False, True]]),
             "mixture": np.array([True, False, True]),
@@ -813,8 +809,8 @@ ROWS = {
         lambda: {"folder": folder("a")},
         lambda folder: logits(merged(host(), lora())),
     ),
-    "methods.rocket.mixture.build": Row(
-        lambda model, loras, config: logits(mixture.build(model, loras, config)),
+    "methods.rocket.apply.build": Row(
+        lambda model, loras, config: logits(apply.build(model, loras, config)),
         lambda: {"model": host(), "loras": [lora("a"), lora("a")], "config": TWO},
         true_built,
         settings=("config", "loras"),
@@ -833,19 +829,19 @@ ROWS = {
         lambda: {"model": host(), "folder": saved()},
         lambda model, folder: logits(mixed()) if folder == saved() else 1 / 0,
     ),
-    "methods.rocket.mixture.remove": Row(
-        lambda model: logits(mixture.remove(model)),
+    "methods.rocket.apply.remove": Row(
+        lambda model: logits(apply.remove(model)),
         lambda: {"model": mixed()},
         lambda model: logits(host()),
         more={"model": {"plain": host()}},
     ),
-    "methods.rocket.mixture.trained": Row(
-        lambda model: len(mixture.trained(model)),
+    "methods.rocket.apply.trained": Row(
+        lambda model: len(apply.trained(model)),
         lambda: {"model": mixed()},
         lambda model: 12,
         more={"model": {"plain": host()}},
     ),
-    "methods.rocket.mixture.only": Row(
+    "methods.rocket.apply.only": Row(
         only,
         lambda: {"model": mixed(), "expert": "b"},
         lambda model, expert: logits(
@@ -929,20 +925,20 @@ ROWS = {
         },
         settings=("loras",),
     ),
-    "methods.rocket.scoring.draw": Row(
-        lambda rows, shots, seed: len(scoring.draw(rows, shots, seed)),
+    "methods.rocket.score.draw": Row(
+        lambda rows, shots, seed: len(score.draw(rows, shots, seed)),
         lambda: {"rows": shots(), "shots": 1, "seed": 0},
         true_drawn_shots,
         fine={"seed": SEEDS},
     ),
-    "methods.rocket.scoring.expand": Row(
-        lambda rows, order: scoring.expand(rows, order=order),
+    "methods.rocket.score.expand": Row(
+        lambda rows, order: score.expand(rows, order=order),
         lambda: {"rows": told(), "order": "answer_first"},
         true_expand,
     ),
-    "methods.rocket.scoring.write_rationales": Row(
+    "methods.rocket.score.write_rationales": Row(
         lambda rows, order: len(
-            scoring.write_rationales(rows, wide(), byte(), order=order)
+            score.write_rationales(rows, wide(), byte(), order=order)
         ),
         lambda: {"rows": shots(), "order": "answer_first"},
         settings=("rows",),
@@ -953,13 +949,13 @@ ROWS = {
             }
         },
     ),
-    "methods.rocket.scoring.generate": Row(
+    "methods.rocket.score.generate": Row(
         generated,
         lambda: {"model": host(), "contexts": [[0, 40, 50]], "limit": 3, "batch": 2},
         true_generated,
         more={"model": {"nan": spoilt()}},
     ),
-    "methods.rocket.scoring.log_perplexity": Row(
+    "methods.rocket.score.log_perplexity": Row(
         perplexities,
         lambda: {
             "model": host(),
@@ -972,7 +968,7 @@ ROWS = {
         settings=("bank",),
         more={"bank": {"empty": {}, "one": {"a": lora()}}},
     ),
-    "methods.rocket.scoring.log_perplexity of packs": Row(
+    "methods.rocket.score.log_perplexity of packs": Row(
         lambda tokens: perplexities(host(), made(), shots(), "sum", tokens),
         lambda: {"tokens": 64},
         lambda tokens: (
@@ -982,33 +978,33 @@ ROWS = {
         ),
         tolerance=1e-3,
     ),
-    "methods.rocket.scoring.accuracy": Row(
+    "methods.rocket.score.accuracy": Row(
         accuracies,
         lambda: {"model": host(), "bank": {"a": lora()}, "shots": shots(), "limit": 2},
         true_accuracies,
         settings=("bank",),
         more={"model": {"nan": spoilt()}, "bank": {"empty": {}}},
     ),
-    "methods.rocket.scoring.scores": Row(
-        scoring.scores,
+    "methods.rocket.score.scores": Row(
+        score.scores,
         lambda: dict(zip(("log_perplexities", "accuracies"), measured(), strict=True)),
         true_scores,
     ),
-    "methods.rocket.selection.similarity": Row(
-        lambda bank: selection.similarity(bank).to_numpy(),
+    "methods.rocket.choose.similarity": Row(
+        lambda bank: choose.similarity(bank).to_numpy(),
         lambda: {"bank": made()},
         true_similarity,
         settings=("bank",),
         more={"bank": {"empty": {}, "ranks": {"a": lora("a"), "b": lora("b", 1, 3)}}},
     ),
-    "methods.rocket.selection.diversity": Row(
-        selection.diversity,
+    "methods.rocket.choose.diversity": Row(
+        choose.diversity,
         lambda: {"cosines": np.array([0.5, 0.2, -0.1]), "form": "ordered"},
         true_diversity,
     ),
-    "methods.rocket.selection.select": Row(
+    "methods.rocket.choose.select": Row(
         lambda scores, similarities: (
-            selection.select(scores, similarities, CONFIG).experts
+            choose.select(scores, similarities, CONFIG).experts
         ),
         lambda: {"scores": scored(), "similarities": alike()},
         true_select,

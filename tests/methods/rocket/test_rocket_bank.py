@@ -74,7 +74,7 @@ def test_training_repeats_bit_for_bit_and_a_lora_models_its_own_data_better(
     ]
     assert one["gcd"].digest != other["gcd"].digest
     for name, rows in sets.items():
-        nats = rocket.scoring.log_perplexity(base(), tokenizer, one, rows).mean(axis=1)
+        nats = rocket.score.log_perplexity(base(), tokenizer, one, rows).mean(axis=1)
         assert nats.idxmin() == name
 
 

@@ -238,7 +238,7 @@ def compared(folder, base, batch):
     again = loras.read(loras.write(lora, folder / "again"), model, ANY)
     peft = PeftModel.from_pretrained(base(), folder).eval()
     written = PeftModel.from_pretrained(base(), folder / "again").eval()
-    mixed = rocket.mixture.build(
+    mixed = rocket.apply.build(
         base(), [lora], rocket.Config(candidates=1, experts=1, top_k=1)
     )
     with torch.no_grad():
@@ -377,7 +377,7 @@ def test_loras_of_16_bits_compute_in_float32_as_in_peft(
     model, lora = base(dtype=hosted), loras.read(folder, base(dtype=hosted), ANY)
     peft = PeftModel.from_pretrained(base(dtype=hosted), folder).eval()
     alone = rocket.Config(candidates=1, experts=1, top_k=1)
-    mixed = rocket.mixture.build(base(dtype=hosted), [lora], alone)
+    mixed = rocket.apply.build(base(dtype=hosted), [lora], alone)
     with torch.no_grad(), loras.attached(model, [lora]):
         scored, want, served = (each(**batch).logits for each in (model, peft, mixed))
     bound = {torch.bfloat16: 0.0, torch.float32: 1e-5, torch.float64: 1e-13}[hosted]

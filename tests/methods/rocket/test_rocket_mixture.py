@@ -11,7 +11,7 @@ from peft import PeftModel
 from moebook.analysis import routing as activation
 from moebook.errors import Refusal
 from moebook.methods import rocket
-from moebook.methods.rocket import mixture
+from moebook.methods.rocket import apply
 from moebook.models.checkpoint import fingerprint
 from moebook.nn import Dropout
 from moebook.nn.lora_mixture import LoraMixture
@@ -39,7 +39,7 @@ def test_one_expert_equals_pefts_lora(training, alpha, base, batch, lora, tmp_pa
     ) in peft.modules():  # a saved LoRA has no dropout; put the mixture's on both
         if hasattr(part, "lora_dropout"):
             part.lora_dropout["default"] = Dropout(0.25)
-    mixed = mixture.build(model, [one], rocket.Config(**ONE, lora_dropout=0.25))
+    mixed = apply.build(model, [one], rocket.Config(**ONE, lora_dropout=0.25))
     outputs = []
     for each in (peft, mixed):
         torch.manual_seed(7)
@@ -65,7 +65,7 @@ def test_each_projection_is_the_weighted_sum_of_its_experts(reads, base, make_ba
         name: cast(lora, torch.float64) for name, lora in make_bank(model, 4).items()
     }
     bank["c"] = replace(bank["c"], alpha=3.0)
-    mixture.build(model, list(bank.values()), rocket.Config(gate_input=reads))
+    apply.build(model, list(bank.values()), rocket.Config(gate_input=reads))
     generator = torch.Generator().manual_seed(0)
     parts = {
         n: part for n, part in model.named_modules() if isinstance(part, LoraMixture)
@@ -97,32 +97,30 @@ def test_identical_experts_begin_as_that_lora_whatever_the_gates_say(base, batch
     one = lora(model, "one", 0)
     with rocket.loras.attached(model, [one]):
         expected = model(**batch).logits
-    mixture.build(model, [one] * 4, rocket.Config(lora_dropout=0.0))
+    apply.build(model, [one] * 4, rocket.Config(lora_dropout=0.0))
     torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_omitting_the_scale_is_what_the_released_code_does(model, base, batch, lora):
     other = base()
     one = lora(model, "one", 0, alpha=12.0)
-    mixture.build(model, [one], rocket.Config(**ONE, lora_scale="omitted"))
-    mixture.build(other, [replace(one, alpha=4.0)], rocket.Config(**ONE))
+    apply.build(model, [one], rocket.Config(**ONE, lora_scale="omitted"))
+    apply.build(other, [replace(one, alpha=4.0)], rocket.Config(**ONE))
     assert torch.equal(model(**batch).logits, other(**batch).logits)
 
 
 @pytest.mark.parametrize("reads", ["layer", "expert"])
 def test_a_step_moves_experts_and_gates_and_nothing_else(reads, model, batch, bank):
     before = fingerprint(model)
-    mixture.build(model, list(bank.values()), rocket.Config(gate_input=reads)).train()
+    apply.build(model, list(bank.values()), rocket.Config(gate_input=reads)).train()
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
-    learning = {
-        id(parameter): parameter for parameter in mixture.trained(model).values()
-    }
+    learning = {id(parameter): parameter for parameter in apply.trained(model).values()}
     model(**batch).loss.backward()
     torch.optim.AdamW(learning.values(), lr=0.1).step()
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad is (id(parameter) in learning)
         assert torch.equal(values[name], parameter) is not parameter.requires_grad
-    assert fingerprint(mixture.remove(model)) == before
+    assert fingerprint(apply.remove(model)) == before
 
 
 def test_removing_leaves_the_base_alone_and_one_expert_equals_its_lora(
@@ -130,22 +128,22 @@ def test_removing_leaves_the_base_alone_and_one_expert_equals_its_lora(
 ):
     plain = model(**batch).logits
     for _ in range(3):
-        mixture.build(model, list(bank.values()), rocket.Config())
+        apply.build(model, list(bank.values()), rocket.Config())
         mixed, twin = model(**batch).logits, copy.deepcopy(model)
-        assert torch.equal(mixture.remove(model)(**batch).logits, plain)
+        assert torch.equal(apply.remove(model)(**batch).logits, plain)
         assert torch.equal(twin(**batch).logits, mixed) and not torch.allclose(
             mixed, plain
         )
     assert not model.get_decoder()._forward_pre_hooks
     with rocket.loras.attached(model, [bank["c"]]):
         expected = model(**batch).logits
-    mixture.build(model, list(bank.values()), rocket.Config())
-    with mixture.only(model, "c"):
+    apply.build(model, list(bank.values()), rocket.Config())
+    with apply.only(model, "c"):
         assert torch.allclose(model(**batch).logits, expected, atol=1e-5)
     assert not torch.allclose(model(**batch).logits, expected, atol=1e-3)
     with (
         pytest.raises(Refusal, match="E-NAME: no expert 'd1'"),
-        mixture.only(model, "d1"),
+        apply.only(model, "d1"),
     ):
         pass
     shares = activation.shares(model, {"own": [batch]})
@@ -157,8 +155,8 @@ def test_removing_leaves_the_base_alone_and_one_expert_equals_its_lora(
 def test_experts_of_half_precision_are_trained_in_single(base, make_bank):
     model = base(dtype=torch.bfloat16)
     bank = [cast(lora, torch.bfloat16) for lora in make_bank(model, 2).values()]
-    mixture.build(model, bank, rocket.Config(experts=2))
-    assert {p.dtype for p in mixture.trained(model).values()} == {torch.float32}
+    apply.build(model, bank, rocket.Config(experts=2))
+    assert {p.dtype for p in apply.trained(model).values()} == {torch.float32}
     assert model(torch.tensor([[3, 4, 5]])).logits.dtype == torch.bfloat16
 
 
@@ -175,9 +173,9 @@ def test_what_makes_no_mixture_is_refused(model, base, bank, lora):
         (model, wide, "E-BANK: 'a' and 'wide' differ in rank: 4 and 6"),
         (other, four, "E-BASE: 'a' belongs to base"),
     ):
-        refused(message, mixture.build, host, loras, config)
-    refused("E-MODEL: the model has not been through rocket", mixture.remove, model)
-    mixture.build(model, four, config)
+        refused(message, apply.build, host, loras, config)
+    refused("E-MODEL: the model has not been through rocket", apply.remove, model)
+    apply.build(model, four, config)
     refused(
-        "E-MODEL: the model holds a mixture already", mixture.build, model, four, config
+        "E-MODEL: the model holds a mixture already", apply.build, model, four, config
     )

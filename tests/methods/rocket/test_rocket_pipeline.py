@@ -17,7 +17,7 @@ from moebook.errors import Refusal
 from moebook.lab import papers
 from moebook.lab.run import listed, sources
 from moebook.methods import rocket
-from moebook.methods.rocket import Config, augmentation, findings, pipeline
+from moebook.methods.rocket import Config, augment, measure, pipeline
 from moebook.models.checkpoint import fingerprint, origin
 from moebook.nn import routers
 from tests.refusals import refused
@@ -103,7 +103,7 @@ class Words:
             np.float32
         )
 
-    blocks = augmentation.Encoder.blocks
+    blocks = augment.Encoder.blocks
 
 
 @pytest.fixture
@@ -121,17 +121,15 @@ def test_a_case_holds_its_shots_scores_and_only_missing_rationales(
 ):
     model, tokenizer, bank, case, config = world
     assert len(case.shots) == 3
-    sets = case.shots, rocket.scoring.expand(case.shots)
-    nats = [
-        rocket.scoring.log_perplexity(model, tokenizer, bank, rows) for rows in sets
-    ]
+    sets = case.shots, rocket.score.expand(case.shots)
+    nats = [rocket.score.log_perplexity(model, tokenizer, bank, rows) for rows in sets]
     assert np.allclose([case.plain, case.reasoning], nats)
     assert np.allclose(case.scores(1, rationales=False).log_perplexity, nats[0][0])
     texts = [f"{row['prompt']} {row['answer']}" for row in case.shots]
     assert np.allclose(case.vectors, Words().encode(texts))
     mixed = [dict(shots[0], rationale=" "), *shots[1:3]]
     written = lambda rows, *_, order: [{**row, "rationale": "Because."} for row in rows]  # noqa: E731
-    monkeypatch.setattr(rocket.scoring, "write_rationales", written)
+    monkeypatch.setattr(rocket.score, "write_rationales", written)
     case = pipeline.score_bank(
         model, tokenizer, bank, Words(), mixed, config, task="own", seed=0
     )
@@ -144,7 +142,7 @@ def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_s
     world,
 ):
     _, _, bank, case, config = world
-    alike = rocket.selection.similarity(bank, config)
+    alike = rocket.choose.similarity(bank, config)
 
     def experts(by=pipeline.RANKED, members="abcd", **changes):
         arm = pipeline.Arm(config=config, by=by)
@@ -155,7 +153,7 @@ def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_s
             experts(("random",), members, seed=seed, **changes) for seed in range(5)
         ]
 
-    assert experts() == rocket.selection.select(case.scores(3), alike, config).experts
+    assert experts() == rocket.choose.select(case.scores(3), alike, config).experts
     assert experts(("best",)) == ("d",)
     alone = pipeline.Arm(config=config, by=("perplexity",), identical=True)
     first = case.scores(3).log_perplexity.idxmin()
@@ -185,7 +183,7 @@ def test_targets_have_as_many_benchmarks_and_rows_are_the_shots_and_the_nearest_
         for text in ("aaaa", "oooo", "eeee", "iiii", "aeio")
     ]
     vectors = Words().encode([row["prompt"] for row in pool])
-    chosen = augmentation.choose(case.vectors, [vectors], config).index
+    chosen = augment.choose(case.vectors, [vectors], config).index
     for open_data, open_rows in (
         (True, [pool[place] for place in chosen]),
         (False, []),
@@ -205,10 +203,10 @@ def test_tuning_leaves_base_and_loras_as_they_were_and_later_mixtures_alike(
         loras = [bank[name] for name in names]
         history = pipeline.tune(model, tokenizer, loras, case.shots, config, **BRIEF)
         assert len(history.loss) == 2
-        assert origin(model, rocket.mixture.Origin).experts == tuple(names)
-        assert findings.alone(model, tokenizer, "gcd", limit=2).shape == (len(names), 2)
+        assert origin(model, rocket.apply.Origin).experts == tuple(names)
+        assert measure.alone(model, tokenizer, "gcd", limit=2).shape == (len(names), 2)
         weights = [router.weight.detach().clone() for router in routers(model)]
-        rocket.mixture.remove(model)
+        rocket.apply.remove(model)
         return weights
 
     first = gates(names)
@@ -226,24 +224,24 @@ def test_perplexities_stand_beside_what_tuning_came_to_and_correlate_within_a_ta
     case = pipeline.Case(
         "a", 0, [{}, {}], nats, nats + 3, solved, np.zeros((2, 1)), none
     )
-    table = findings.foretold({"a": case}, {("a", "y"): [0.25, 0.75]})
+    table = measure.foretold({"a": case}, {("a", "y"): [0.25, 0.75]})
     assert table.index.tolist() == [("a", "y")]
     expected = [2 + math.log(2), 5 + math.log(2), 0.25, 0.75, 0.5]
     assert table.iloc[0].tolist() == pytest.approx(expected)
-    assert table.columns.tolist() == [*findings.KINDS, "before", "after", "gain"]
-    table = findings.foretold({"a": case}, {})
-    ranks = findings.correlations(table, list(findings.KINDS), ["after", "gain"])
-    assert table.empty and ranks.empty and findings.averaged(ranks).empty
+    assert table.columns.tolist() == [*measure.KINDS, "before", "after", "gain"]
+    table = measure.foretold({"a": case}, {})
+    ranks = measure.correlations(table, list(measure.KINDS), ["after", "gain"])
+    assert table.empty and ranks.empty and measure.averaged(ranks).empty
     pairs = [(task, name) for task in ("a", "b", "c") for name in "xyz"]
     index = pd.MultiIndex.from_tuples(pairs, names=["task", "lora"])
     after = [3.0, 2, 1, 0.5, 0.5, 0.5, 1, 3, 2]
     columns = {"nats": [1.0, 2, 3, 10, 20, 30, 1, 2, 3], "after": after}
-    ranks = findings.correlations(pd.DataFrame(columns, index), ["nats"], ["after"])
+    ranks = measure.correlations(pd.DataFrame(columns, index), ["nats"], ["after"])
     assert ranks["nats", "after"].to_dict() == pytest.approx({"a": -1, "c": 0.5})
-    line = findings.averaged(ranks).loc[("nats", "after")]
+    line = measure.averaged(ranks).loc[("nats", "after")]
     assert line["correlation"] == pytest.approx(-0.25) and line["targets"] == 2
     assert line["95 % from"] < -0.25 < line["to"]
-    assert math.isnan(findings.averaged(ranks[:1])["to"].item())
+    assert math.isnan(measure.averaged(ranks[:1])["to"].item())
 
 
 def test_an_average_is_over_targets_and_mixed_cases_are_those_that_divide_the_experts():
@@ -258,18 +256,18 @@ def test_an_average_is_over_targets_and_mixed_cases_are_those_that_divide_the_ex
         )
         for t, c in right.items()
     }
-    joined = findings.over_targets(tables, tested)
+    joined = measure.over_targets(tables, tested)
     assert joined.score.mean() == pytest.approx(0.625)
     assert joined.nll.mean() == pytest.approx((2.5 + 7) / 2)
     assert joined.groupby("domain").correct.mean().to_dict() == {"a": 0.25, "b": 1}
     again = tables["b"].assign(item=[0, 1])
-    mean = findings.repeated(
+    mean = measure.repeated(
         {"b": [again, again.assign(correct=False, nll=[8.0, 2.0])]}
     )["b"]
     assert mean.nll.tolist() == [7, 5] and mean.correct.tolist() == [0.5, 0.5]
     tables["a"]["nll"] = np.nan
-    assert findings.over_targets(tables, tested).nll.mean() == pytest.approx(7)
-    shares = findings.split_cases([[1, 1, 0, 0, 1], [1, 0, 1, 0, 0]], [1, 1, 1, 0, 0])
+    assert measure.over_targets(tables, tested).nll.mean() == pytest.approx(7)
+    shares = measure.split_cases([[1, 1, 0, 0, 1], [1, 0, 1, 0, 0]], [1, 1, 1, 0, 0])
     assert shares == pytest.approx(
         {
             "all right": 0.2,
@@ -281,7 +279,7 @@ def test_an_average_is_over_targets_and_mixed_cases_are_those_that_divide_the_ex
             "mixture": 1 / 3,
         }
     )
-    agreed = findings.split_cases(np.ones((3, 4)), np.ones(4))
+    agreed = measure.split_cases(np.ones((3, 4)), np.ones(4))
     assert agreed["all right"] == 1
     assert math.isnan(agreed["mixture"]) and math.isnan(agreed["best expert"])
 

@@ -12,7 +12,8 @@ from peft import PeftModel
 from moebook.data import IGNORED, encode, templates
 from moebook.errors import Refusal
 from moebook.kernels import matmul
-from moebook.methods.rocket import loras, scoring
+from moebook.methods.rocket import loras
+from moebook.methods.rocket import score as scoring
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moebook.errors import Refusal
-from moebook.methods.rocket import Config, selection
+from moebook.methods.rocket import Config, choose
 
 
 def tables(seed, size, *, ties=False):
@@ -53,7 +53,7 @@ def algorithm_1(scores, cosines, candidates, experts, *, literal):
 @pytest.mark.parametrize("seed", range(8))
 def test_selection_equals_the_literal_algorithm_in_sets_and_order(seed, ties, form):
     scores, cosines = tables(seed, 12, ties=ties)
-    found = selection.select(
+    found = choose.select(
         scores, cosines, Config(candidates=7, experts=3, diversity=form)
     )
     experts, candidates, total = algorithm_1(
@@ -67,10 +67,10 @@ def test_selection_equals_the_literal_algorithm_in_sets_and_order(seed, ties, fo
 def test_a_selection_holds_the_best_groups_and_their_ranks_among_all(monkeypatch):
     scores, cosines = tables(7, 20, ties=True)
     config = Config(candidates=16, experts=6)
-    monkeypatch.setattr(selection, "BEST", 9000)
-    whole = selection.select(scores, cosines, config)
-    monkeypatch.setattr(selection, "BEST", 30)
-    few = selection.select(scores, cosines, config)
+    monkeypatch.setattr(choose, "BEST", 9000)
+    whole = choose.select(scores, cosines, config)
+    monkeypatch.setattr(choose, "BEST", 30)
+    few = choose.select(scores, cosines, config)
     assert len(whole.groups) == math.comb(16, 6) and few.experts == whole.experts
     pd.testing.assert_frame_equal(few.groups, whole.groups.head(30))
 
@@ -85,7 +85,7 @@ def test_equal_values_are_settled_by_perplexity_and_then_by_name(nats, experts):
         (scores, cosines),
         (scores.iloc[::-1], cosines.iloc[::-1, ::-1]),
     ):
-        choice = selection.select(table, alike, Config(candidates=3, experts=2))
+        choice = choose.select(table, alike, Config(candidates=3, experts=2))
         assert choice.experts == tuple(experts)
 
 
@@ -95,16 +95,16 @@ def test_a_single_ranking_takes_its_own_best_and_normalised_sums_weigh_all_alike
         ("perplexity", scores.log_perplexity),
         ("accuracy", -scores.accuracy),
     ):
-        choice = selection.select(scores, cosines, config, rankings=[ranking])
+        choice = choose.select(scores, cosines, config, rankings=[ranking])
         assert choice.experts == tuple(order.sort_values().index[:3])
     scores, cosines = tables(6, 10)
     config = Config(candidates=8, experts=4, ranking="normalised")
-    groups = selection.select(scores, cosines, config).groups
+    groups = choose.select(scores, cosines, config).groups
     parts = groups[["R_P", "R_A", "R_D"]]
     expected = ((parts - parts.min()) / (parts.max() - parts.min())).sum(axis=1)
     assert np.allclose(groups["total"], expected)
     assert groups["total"].is_monotonic_increasing
-    plain = selection.select(scores, cosines, Config(candidates=8, experts=4)).groups
+    plain = choose.select(scores, cosines, Config(candidates=8, experts=4)).groups
     assert plain["R_D"].max() == math.comb(
         8, 4
     )  # 70, where R_P and R_A span 16 a group
@@ -121,7 +121,7 @@ def test_similarity_by_small_products_equals_the_formed_product(sign, bank):
     next(
         iter(bank["a"].up.values())
     ).zero_()  # of a matrix that is zero the cosine is 0
-    table = selection.similarity(bank, Config(cosine=sign))
+    table = choose.similarity(bank, Config(cosine=sign))
     products = {
         name: [lora.up[p].double() @ lora.down[p].double() for p in lora.down]
         for name, lora in bank.items()
@@ -139,7 +139,7 @@ def test_factors_are_compared_apart_and_in_another_basis_only_they_differ(bank):
         for x, y in ((one.down, two.down), (one.up, two.up))
         for path in x
     )
-    table = selection.similarity(bank, Config.preset("released"))
+    table = choose.similarity(bank, Config.preset("released"))
     expected = np.mean([abs(cosine(x, y)) for x, y in pairs])
     assert table.loc["a", "b"] == pytest.approx(expected, abs=1e-12)
     turn = torch.linalg.qr(
@@ -151,7 +151,7 @@ def test_factors_are_compared_apart_and_in_another_basis_only_they_differ(bank):
     for compare, same in (("product", True), ("factors", False)):
         config = Config(compare=compare)
         left, right = (
-            selection.similarity(each, config).loc["a", "b"] for each in (bank, turned)
+            choose.similarity(each, config).loc["a", "b"] for each in (bank, turned)
         )
         assert bool(abs(left - right) < 1e-6) is same
 
@@ -166,8 +166,8 @@ def test_factors_are_compared_apart_and_in_another_basis_only_they_differ(bank):
 )
 def test_diversity_has_an_answer_where_equation_6_has_none(cosine, ordered, inverse):
     mean = np.array([cosine])
-    assert selection.diversity(mean) == ordered
-    assert selection.diversity(mean, "inverse") == inverse
+    assert choose.diversity(mean) == ordered
+    assert choose.diversity(mean, "inverse") == inverse
 
 
 def test_what_cannot_be_selected_from_is_refused():
@@ -226,6 +226,6 @@ def test_what_cannot_be_selected_from_is_refused():
         ),
     ):
         with pytest.raises(Refusal, match=message):
-            selection.select(
-                table, alike, config, rankings=rankings or list(selection.RANKINGS)
+            choose.select(
+                table, alike, config, rankings=rankings or list(choose.RANKINGS)
             )

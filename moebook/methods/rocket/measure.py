@@ -15,7 +15,7 @@ from moebook import evaluation
 from moebook.errors import refuse, refuse_unknown
 from moebook.intervals import interval
 from moebook.kernels.dispatch import shapes
-from moebook.methods.rocket import mixture
+from moebook.methods.rocket import apply
 from moebook.methods.rocket.loras import Lora, attached
 from moebook.methods.rocket.pipeline import Case
 from moebook.models.checkpoint import origin
@@ -167,8 +167,8 @@ def untuned(
 def alone(model: nn.Module, tokenizer: Any, task: str, **how: Any) -> np.ndarray:
     """Say which test row ``[N, S]`` each expert gets right when it serves every token (Fig. 11)."""
     right = []
-    for expert in origin(model, mixture.Origin).experts:
-        with mixture.only(model, expert):
+    for expert in origin(model, apply.Origin).experts:
+        with apply.only(model, expert):
             right.append(evaluation.evaluate(model, tokenizer, task, **how).correct > 0)
     return np.array(right)
 
@@ -180,9 +180,9 @@ def split_cases(experts: np.ndarray, mixture: np.ndarray) -> dict[str, float]:
     are ``all right``, ``mixed`` and ``all wrong``, and on mixed ones the error rates, else NaN.
     """
     answers = {"experts": (np.asarray(experts), "N S", "real")}
-    answers["mixture"] = (np.asarray(mixture), "S", "real")
+    answers["mixture"] = (np.asarray(apply), "S", "real")
     shapes("split_cases", answers, empty="")
-    right, whole = np.asarray(experts, dtype=bool), np.asarray(mixture, dtype=bool)
+    right, whole = np.asarray(experts, dtype=bool), np.asarray(apply, dtype=bool)
     every, anyone = right.all(axis=0), right.any(axis=0)
     mixed = anyone & ~every
     errors = (

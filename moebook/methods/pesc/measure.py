@@ -19,8 +19,8 @@ from moebook.data import IGNORED
 from moebook.errors import refuse, refuse_unknown
 from moebook.kernels.bank_scoring import token_nats
 from moebook.kernels.dispatch import shapes
+from moebook.methods.pesc.apply import Origin, craftable, install
 from moebook.methods.pesc.config import Config
-from moebook.methods.pesc.crafting import Origin, craftable, install
 from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
 from moebook.models.skeleton import configuration, skeleton
