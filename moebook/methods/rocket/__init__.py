@@ -1,7 +1,7 @@
 """Rocket: K shots choose LoRAs from a bank and rows from open data for a mixture of LoRAs.
 
-``bank.load`` -> ``scoring.log_perplexity``, ``scoring.accuracy``, ``scoring.scores`` ->
-``selection.similarity``, ``selection.select`` -> ``augmentation.choose`` -> ``mixture.build`` ->
+``bank.load`` -> ``score.log_perplexity``, ``score.accuracy``, ``score.scores`` ->
+``choose.similarity``, ``choose.select`` -> ``augment.choose`` -> ``apply.build`` ->
 `training.fit` -> ``save``. Steps are called qualified, by module and function.
 """
 

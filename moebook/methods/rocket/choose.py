@@ -123,7 +123,7 @@ def select(
     R_P ranks the whole bank by perplexity from the smallest, R_A by accuracy from the largest; the
     M least sums are the candidates; R_D ranks all groups of N candidates by diversity from the
     largest; the group with the least total wins. Equal values share a rank (1, 2, 2, 4); equal sums
-    are settled by name. Takes `scoring.scores` and `similarity`; ``rankings`` count (Table 2).
+    are settled by name. Takes `score.scores` and `similarity`; ``rankings`` count (Table 2).
 
     >>> names = ["a", "b", "c"]
     >>> found = {"log_perplexity": [1.0, 2.0, 9.0], "accuracy": [0.9, 0.8, 0.1]}

@@ -33,7 +33,7 @@ class Config(Presets):
         sampler: How open data are drawn: by the largest cosine over the shots (Eq. 13), the least
             Euclidean distance to their centroid (released), at random, out of their hull (Eq. 16)
             or by their density (Eq. 17).
-        duplicates: Which rows stay, see `augmentation.deduplicate`.
+        duplicates: Which rows stay, see `augment.deduplicate`.
         components: Principal axes of the shots in which the hull is taken: K points span at most
             K - 1 dimensions, so in the encoder's own space no other text lies inside.
         gate_input: A gate reads the layer's input (released) or each expert's output (Eq. 9).

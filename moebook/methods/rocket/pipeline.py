@@ -106,7 +106,7 @@ class Case:
     similarities: pd.DataFrame  # cosines of the LoRAs with one another [N, N] (Eq. 6)
 
     def scores(self, shots: int, *, rationales: bool = True) -> pd.DataFrame:
-        """Return `scoring.scores` of the first K shots, their rationales read or not."""
+        """Return `score.scores` of the first K shots, their rationales read or not."""
         nats = self.reasoning if rationales else self.plain
         return score.scores(nats.iloc[:, :shots], self.solved.iloc[:, :shots])
 
@@ -214,7 +214,7 @@ def tune(
     max_length: Count = 1024,
     **settings: Any,
 ) -> training.History:
-    """Put a mixture of these LoRAs on the base and train it; `mixture.remove` takes it off again.
+    """Put a mixture of these LoRAs on the base and train it; `apply.remove` takes it off again.
 
     One LoRA is tuned alone, whatever N and k are. The seed is of the gates' start and the order.
     """

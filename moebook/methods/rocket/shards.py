@@ -88,7 +88,7 @@ def choose(
     seed: Seed = 0,
     engine: Engine = HERE,
 ) -> Augmentation:
-    """Choose from the open rows of all parquet files of a folder as `augmentation.choose` does.
+    """Choose from the open rows of all parquet files of a folder as `augment.choose` does.
 
     Rows are numbered through the files in the order of their names. They have a column
     ``embedding`` (lists of D floats), or, where an encoder is named, ``prompt`` and ``answer``,
