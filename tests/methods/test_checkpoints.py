@@ -74,7 +74,7 @@ METHODS = {
 
 @pytest.fixture
 def sparse(mixture):
-    return lambda: apply("DeepseekV2", num_hidden_layers=3)
+    return lambda: mixture("DeepseekV2", num_hidden_layers=3)
 
 
 @pytest.fixture(params=METHODS)

@@ -180,9 +180,9 @@ def split_cases(experts: np.ndarray, mixture: np.ndarray) -> dict[str, float]:
     are ``all right``, ``mixed`` and ``all wrong``, and on mixed ones the error rates, else NaN.
     """
     answers = {"experts": (np.asarray(experts), "N S", "real")}
-    answers["mixture"] = (np.asarray(apply), "S", "real")
+    answers["mixture"] = (np.asarray(mixture), "S", "real")
     shapes("split_cases", answers, empty="")
-    right, whole = np.asarray(experts, dtype=bool), np.asarray(apply, dtype=bool)
+    right, whole = np.asarray(experts, dtype=bool), np.asarray(mixture, dtype=bool)
     every, anyone = right.all(axis=0), right.any(axis=0)
     mixed = anyone & ~every
     errors = (

@@ -1,19 +1,17 @@
 """Settings, arms, the pipeline on a tiny base, what its results come to; what the notebook sets."""
 
-import json
 import math
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from moebook import models, runtime
-from moebook.data import hub
+from moebook import evaluation, models
 from moebook.errors import Refusal
+from moebook.experiments import targets
 from moebook.lab import papers
 from moebook.lab.run import listed, sources
 from moebook.methods import rocket
@@ -285,22 +283,6 @@ def test_an_average_is_over_targets_and_mixed_cases_are_those_that_divide_the_ex
 
 
 BOOK = sources.find(Path(__file__).parents[3], "rocket")
-CELLS = [
-    "".join(cell["source"])
-    for cell in json.loads(BOOK.path.read_text("utf-8"))["cells"]
-]
-MODULES = {
-    "rocket": rocket,
-    "hub": hub,
-    "pd": pd,
-    "listed": listed,
-    "models": models,
-}
-
-
-def cell(start):
-    (found,) = (text for text in CELLS if text.startswith(start))
-    return found
 
 
 def values(tier):
@@ -309,13 +291,19 @@ def values(tier):
     )
 
 
+def experiment(tier, **parts):
+    blank = dict.fromkeys(field.name for field in fields(targets.Targets))
+    return targets.Targets(**blank | {"settings": values(tier)} | parts)
+
+
 def test_the_tier_paper_tunes_as_table_12_says_and_claims_the_average_of_its_tasks():
     used, stated = values("paper"), papers.printed.hyperparameters("rocket", "paper")
     for name in ("schedule", "weight_decay", "shots", "candidates", "experts"):
         assert used[name] == stated[name]["value"]
     assert float(used["rates"]) == stated["lr"]["value"]
     assert used["batch"] == stated["batch"]["value"] * stated["accumulation"]["value"]
-    assert '"weight_decay": weight_decay' in cell("fitting = ")
+    recipe = experiment("paper").recipe
+    assert recipe["weight_decay"] == stated["weight_decay"]["value"]
     printed = papers.table("rocket", 1).query("row == 'Ours' and model == 'Mistral-7B'")
     questions = set(rocket.bank.QUESTIONS)
     mean = printed.value[printed.column.replace("PiQA", "PIQA").isin(questions)].mean()
@@ -338,8 +326,9 @@ def test_protocols_run_arms_that_there_are():
 def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split(
     tier, monkeypatch
 ):
+    settings = values(tier)
     with pytest.raises(Refusal, match="E-PIN: allenai/ai2_arc: revision is None"):
-        exec(cell("names, pins"), values(tier) | MODULES)
+        targets.rows(settings)
 
     def source_rows(name, revision, split="train"):
         return [
@@ -347,30 +336,34 @@ def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split
         ]
 
     monkeypatch.setattr(rocket.bank, "source_rows", source_rows)
-    space = (
-        values(tier)
-        | MODULES
-        | {"run": SimpleNamespace(rows=lambda *, train, test: None)}
-    )
-    exec(cell("names, pins"), space)
-    assert len(space["pool"]) == 3 * len(space["pool_sets"].split(","))
-    for name in space["names"]:
-        prompts = [row["prompt"] for row in space["annotated"][name]]
+    monkeypatch.setattr(evaluation, "load", lambda *_: None)
+    pool = targets.rows(settings)
+    assert len(pool.open) == 3 * len(settings["pool_sets"].split(","))
+    for name in settings["targets"].split(","):
+        prompts = [row["prompt"] for row in pool.annotated[name]]
         assert prompts == ["train 0", "train 1", "train 2"]
-        assert space["held_out"][name][0]["prompt"] == f"{rocket.bank.HELD_OUT[name]} 0"
+        assert pool.held_out[name][0]["prompt"] == f"{rocket.bank.HELD_OUT[name]} 0"
 
 
-def test_members_and_loras_to_retrain_are_of_the_bank_and_every_arm_meets_the_guarded_one():
-    space = values("nano") | MODULES | {"bank": {"gcd": None, "sums": None}}
-    refused(
-        "E-RANGE: retrain lists 'licence': one of: gcd, sums",
-        exec,
-        cell("again = "),
-        space,
-    )
+def test_members_of_a_bank_are_those_that_it_has():
+    settings = values("nano") | {"members": "gcd,foo"}
     with pytest.raises(Refusal, match=r"E-BANK: .* has no LoRA 'foo'"):
-        exec(cell("device = "), space | {"runtime": runtime, "members": "gcd,foo"})
-    assert "rocket.pipeline.experts(case, mixed[arm], clean[t]," in cell(
-        "mixed, chosen"
+        targets.load_bank(settings, *models.load("nano"))
+
+
+def test_every_arm_chooses_from_the_bank_without_leaks(monkeypatch):
+    met = []
+    monkeypatch.setattr(
+        pipeline, "experts", lambda case, arm, bank, best: met.append(bank)
     )
-    assert "clean[t] |" in cell("prompt, cases")
+    guarded = {"gcd": None}
+    made = experiment(
+        "nano",
+        bank={"gcd": None, "leak": None},
+        arms={"mixture": object()},
+        cases={"isa": None},
+        clean={"isa": guarded},
+        best={"isa": "leak"},
+    )
+    made.experts("isa", "mixture")
+    assert met == [guarded]
