@@ -20,12 +20,12 @@ from moebook.methods.rocket.config import Config
 
 __all__ = [
     "Config",
-    "augmentation",
+    "apply",
+    "augment",
     "bank",
+    "choose",
     "load",
     "loras",
-    "mixture",
     "save",
-    "scoring",
-    "selection",
+    "score",
 ]

@@ -116,9 +116,9 @@ def test_a_wrong_answer_is_found_and_everyone_takes_the_top_k_inside_the_clock(
     assert not checks["output"]
     assert not checks["gradient 1"]
 
-    nats = choosing.scoring.log_perplexity
+    nats = choosing.score.log_perplexity
     shifted = lambda *given: nats(*given) + 2e-5  # noqa: E731
-    monkeypatch.setattr(choosing.scoring, "log_perplexity", shifted)
+    monkeypatch.setattr(choosing.score, "log_perplexity", shifted)
     checks = bench.errors(["bank"], device="cpu")
     assert list(checks["what"]) == ["perplexities"]
     assert not checks["right"].any()
