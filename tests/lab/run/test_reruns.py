@@ -108,11 +108,10 @@ def test_drawn_parameters_run_or_are_refused_before_any_work(number, rerun):
     rerun(name, changed)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(("name", "settings", "parameter", "changed"), IDLE)
-def test_what_is_said_to_do_nothing_changes_no_value(
-    name, settings, parameter, changed, here
-):
+@pytest.mark.parametrize("idle", drawn(IDLE)[1:])
+def test_what_is_said_to_do_nothing_changes_no_value(idle, here):
+    name, settings, _, changed = idle
+
     def values(given):
         left = here(name, draws.smoke(name) | given)
         kept = [bundle[VALUE] for bundle in left if VALUE in bundle]
