@@ -432,7 +432,7 @@ def ranks():
 
 
 def true_split(experts, mixture):
-    if experts.ndim != 2 or apply.shape != experts.shape[1:] or not experts.size:
+    if experts.ndim != 2 or mixture.shape != experts.shape[1:] or not experts.size:
         raise ValueError("shapes")
     every, anyone = experts.astype(bool).all(0), experts.astype(bool).any(0)
     mixed = anyone & ~every
@@ -441,7 +441,7 @@ def true_split(experts, mixture):
         if mixed.any()
         else np.full(len(experts), np.nan)
     )
-    whole = 1 - apply.astype(bool)[mixed].mean() if mixed.any() else np.nan
+    whole = 1 - mixture.astype(bool)[mixed].mean() if mixed.any() else np.nan
     return {
         "all right": every.mean(),
         "mixed": mixed.mean(),
