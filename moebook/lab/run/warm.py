@@ -27,10 +27,12 @@ from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvision
 from moebook.lab.run import children, forks
 from moebook.lab.run.children import PLACE, Fork
 
+# Not matplotlib's inline backend, which makes pictures of figures only where it is imported by a
+# kernel.
 LIBRARIES = """
 torch transformers.models.llama.modeling_llama transformers.optimization peft accelerate datasets
 pandas pyarrow.parquet scipy.stats sklearn.cluster sklearn.manifold matplotlib.pyplot
-matplotlib_inline.backend_inline lm_eval.api.model lm_eval.tasks pydantic num2words lxml.html
+lm_eval.api.model lm_eval.tasks pydantic num2words lxml.html
 jinja2 IPython ipykernel.ipkernel ipykernel.kernelapp papermill nbclient
 """.split()
 GPUS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and of AMD

@@ -13,7 +13,7 @@ import pytest
 from moebook.lab.records import read_run
 from moebook.lab.run import children, publish, warm
 from moebook.lab.run.study import Job, side_by_side
-from tests.lab.conftest import REPOSITORY
+from tests.lab.conftest import REPOSITORY, TOY, make_project
 from tests.refusals import refused
 
 LOOK = """
@@ -178,6 +178,33 @@ def test_a_notebook_leaves_in_a_fork_what_it_leaves_in_a_new_kernel(fresh, place
     assert all(one == other for one, other in same.values())
     assert forked.manifest["cpu_seconds"] > 0 and new.manifest["cpu_seconds"] > 0
     assert forked.manifest["peak_memory"] > 10e6
+
+
+DRAW = """\
+import matplotlib.pyplot as plt
+figure, axes = plt.subplots()
+axes.plot([1, 2])
+plt.close(figure)
+figure"""
+
+
+def test_a_figure_is_a_picture_in_a_fork_too(tmp_path, tmp_path_factory):
+    # Matplotlib's inline backend makes pictures only where it finds a kernel when it is imported.
+    drawing = [name for name in warm.LIBRARIES if "matplotlib" in name]
+    assert drawing
+    imports, parameters, (_, *rest), protocols = TOY
+    cells = (DRAW, *rest)
+    project = make_project(tmp_path / "toy", imports, parameters, cells, protocols)
+    libraries = [*drawing, "ipykernel.kernelapp"]
+    directory = tmp_path_factory.mktemp("w")
+    with warm.warm(directory, publish.environment(), libraries) as place:
+        if place is None:
+            pytest.skip("nothing is forked here: no Linux, or a GPU")
+        jobs = [Job("toy", "smoke", {"arms": "left"})]
+        ((_, page),) = side_by_side(jobs, project, 1, {"toy": place})
+    cells = json.loads(page.read_text())["cells"]
+    left = [output for cell in cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in left)
 
 
 def test_where_there_is_a_gpu_nothing_is_forked(tmp_path, monkeypatch):
