@@ -28,6 +28,8 @@ THEME = (
 )
 SIZE = "document.documentElement.%s"
 FOLD = "document.querySelector('.moe-fold')?.click()"
+# What a figure leaves that no backend made a picture of.
+NO_PICTURE = "document.body.textContent.includes('<Figure size')"
 
 
 def faults(browser, page):
@@ -36,6 +38,8 @@ def faults(browser, page):
     browser.errors.clear()
     browser.resize(1400, 900)
     browser.open(page.as_uri())
+    if browser.run(NO_PICTURE):
+        yield "a figure is text, and no picture"
     browser.run(FOLD)
     if (height := browser.run(SIZE % "scrollHeight")) > TALLEST:
         yield f"{height} px tall"

@@ -353,16 +353,21 @@ def _complete(app: Any) -> None:
 
 def _insert(app: Any, docname: str, source: list[str]) -> None:
     """Fold what a tier sets in an executed notebook that measures; put the badge on top."""
-    path = Path(app.srcdir) / f"{docname}.parquet"
-    if not docname.startswith("notebooks/") or docname.endswith("_findings"):
+    if not docname.startswith("notebooks/"):
         return
+    findings = docname.endswith("_findings")
+    notebook = json.loads(source[0])
+    for cell in notebook["cells"]:
+        tags = cell["metadata"].get("tags", [])
+        if "injected-parameters" in tags:
+            # A page of findings trains nothing: its tier says nothing to a reader.
+            tags.append("remove-cell" if findings else "hide-input")
+    if findings:
+        source[0] = json.dumps(notebook)
+        return
+    path = Path(app.srcdir) / f"{docname}.parquet"
     app.env.note_dependency(str(path))
-    text, notebook = (
-        badge(records.read_run(path), path.parents[2]),
-        json.loads(source[0]),
-    )
-    for tags in (cell["metadata"].get("tags", []) for cell in notebook["cells"]):
-        tags += ["hide-input"] * ("injected-parameters" in tags)
+    text = badge(records.read_run(path), path.parents[2])
     notebook["cells"].insert(
         1, {"cell_type": "markdown", "metadata": {}, "source": text}
     )
