@@ -60,6 +60,8 @@ RULES = {
 # What is recorded of a start, other than shares.
 UNITS = {"start": "nats", "loss": "nats", "gradient": "number", "scale": "number"}
 
+COMPARED = 4  # experts of the starts that a run compares at step 0
+
 
 def plan(settings: Settings) -> dict[str, upcycling.config.Arm]:
     """Return by name how each arm starts, how long it trains and when it is tested."""
@@ -247,6 +249,10 @@ def _shared_needs(
         why = f"the test at the end has test_rows = {settings['test_rows']} a task"
         remedy = f"take 0 to {settings['test_rows']}"
         yield f"quarter_rows = {settings['quarter_rows']}: {why}; {remedy}"
+    if settings["kept_tokens"] < COMPARED:
+        why = f"the starts are compared with {COMPARED} experts, whichever arms run"
+        remedy = f"take {COMPARED} or more, a token for each"
+        yield f"kept_tokens = {settings['kept_tokens']}: {why}; {remedy}"
     yield from needs.optimizer(settings, device)
 
 

@@ -57,6 +57,10 @@ CANNOT = {
         "arms": "crsu8",
         "kept_tokens": 7,
     },
+    "kept_tokens = 3: the starts are compared with 4 experts, .*; take 4 or more": {
+        "arms": "su",
+        "kept_tokens": 3,
+    },
     "quarter_rows = 3: the test at the end has test_rows = 2 .*; take 0 to 2": {
         "quarter_rows": 3
     },
