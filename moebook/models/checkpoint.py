@@ -331,9 +331,15 @@ def _disagreeing(folder: Path, files: Mapping[str, str]) -> list[str]:
     What desktops and editors leave (``.DS_Store``, ``x~``) does not count unless it is
     data.
     """
-    there = {path.name for path in folder.iterdir()} - {MANIFEST, DIGEST}
-    left = {name for name in there if foreign(name) and Path(name).suffix not in DATA}
-    return sorted({*files} ^ (there - (left - {*files})))
+    disagreeing = set(files)
+    for path in folder.iterdir():
+        if path.name in (MANIFEST, DIGEST):
+            continue
+        if path.name in files:
+            disagreeing.remove(path.name)
+        elif not foreign(path.name) or path.suffix in DATA:
+            disagreeing.add(path.name)
+    return sorted(disagreeing)
 
 
 def _sync(path: Path) -> None:

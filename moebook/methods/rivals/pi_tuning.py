@@ -122,19 +122,22 @@ def fisher(
         why = "has B = 0, where the gradient of A is 0"
         refuse("E-BANK", f"'{lora.name}' {why}: take its Fisher after training")
     Batches(rows, BATCH, seed=0, pad_id=0).check(vocabulary(model), longest(model))
-    at = {f"{p}.A": a for p, a in lora.down.items()} | {
-        f"{p}.B": b for p, b in lora.up.items()
-    }
-    device, by_row = next(model.parameters()).device, form == "row"
+    at: dict[str, Tensor] = {f"{path}.A": factor for path, factor in lora.down.items()}
+    at |= {f"{path}.B": factor for path, factor in lora.up.items()}
+    device = next(model.parameters()).device
+    by_row = form == "row"
 
     def nats(at: Fisher, ids: Tensor, labels: Tensor) -> Tensor:
-        down, up = ({path: at[f"{path}.{x}"] for path in lora.down} for x in "AB")
+        """Return -log p(y | x) at these factors; ids and labels are [B, T]."""
+        down = {path: at[f"{path}.A"] for path in lora.down}
+        up = {path: at[f"{path}.B"] for path in lora.down}
         with attached(model, [replace(lora, down=down, up=up)]):
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+            logits = model(input_ids=ids, use_cache=False).logits
+        # The logits of a place are of the next token.
+        foretelling = logits[:, :-1].flatten(0, 1).float()
+        answers = labels[:, 1:].flatten()
         reduction = "sum" if by_row else "mean"
-        return F.cross_entropy(
-            logits.float(), labels[:, 1:].flatten(), reduction=reduction
-        )
+        return F.cross_entropy(foretelling, answers, reduction=reduction)
 
     gradient = vmap(grad(nats), (None, 0, 0)) if by_row else grad(nats)
     total = {name: torch.zeros_like(t, dtype=torch.double) for name, t in at.items()}
