@@ -114,21 +114,19 @@ def toy(forks, tmp_path, temporary):
 def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(
     toy, kills, times, figures
 ):
+    started = time.monotonic()
     assert toy.run() == 0, toy.forks.told.read_text()
+    took = time.monotonic() - started
     whole = toy.kept()
     assert whole.values and whole.curves and "resumed" not in whole.manifest
     shutil.rmtree(toy.folder / "runs")
-    draw, count, before = (
-        random.Random(1),
-        Counter(killed=0, saving=0, lost=0, ended=0),
-        Counter(),
-    )
-    spent = []
-    while count["killed"] < kills * times or before:
-        last = count["killed"] >= kills * times
-        code = toy.run(
-            None if last else draw.uniform(0, 1.1 * whole.manifest["seconds"])
-        )
+    draw = random.Random(1)
+    count = Counter(killed=0, saving=0, lost=0, ended=0)
+    before, resumed = Counter(), 0
+    # However fast the machine is, one run at least goes on from a checkpoint.
+    while count["killed"] < kills * times or before or not resumed:
+        last = count["killed"] >= kills * times and before
+        code = toy.run(None if last else draw.uniform(0, 1.1 * took))
         assert code in (0, -signal.SIGKILL), toy.forks.told.read_text()
         newest, saving = toy.steps()
         run = toy.kept()
@@ -141,11 +139,11 @@ def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(
             assert getattr(run, part) == getattr(whole, part), part
         if not code:
             assert toy.left() == 2
-            spent.append(run.manifest.get("resumed", 0))
+            resumed += run.manifest.get("resumed", 0)
         before = Counter()
         shutil.rmtree(toy.folder / "runs")
     figures("kills", "notebook run", **count)
-    assert not count["lost"] and count["ended"] and any(spent)
+    assert not count["lost"]
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(6, marks=soak)])
