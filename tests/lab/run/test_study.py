@@ -369,6 +369,8 @@ def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(
         same_bits(apart, beside)
 
 
+# tests/test_cluster.py asks the same of a cluster that is a table.
+@pytest.mark.soak
 @pytest.mark.timeout(280)
 def test_a_run_gets_its_gpu_and_what_no_node_can_give_any_more_is_told_at_once(
     cloned, cluster
