@@ -292,7 +292,7 @@ def two_nodes():
     r"ignore::DeprecationWarning:ray\."
 )  # Ray's use of its own settings
 @pytest.mark.parametrize(
-    ("rows", "parts"), [(4000, 2), pytest.param(1_000_000, 12, marks=pytest.mark.soak)]
+    ("rows", "parts"), [(4000, 2), pytest.param(250_000, 12, marks=pytest.mark.soak)]
 )
 @pytest.mark.timeout(600)
 def test_a_cluster_of_two_nodes_chooses_rows_and_scores_a_bank(
