@@ -157,7 +157,7 @@ def oracle(
     prepared: Prepared,
 ) -> dict[str, str]:
     """Name by target the LoRA that is best on the test rows, ties by likelihood."""
-    shown = [*pool.tested.values()]
+    shown = [pool.asked(target) for target in pool.tested]
     answers = rocket.measure.untuned(
         model, tokenizer, bank, shown, **_scoring(settings)
     )
@@ -329,7 +329,7 @@ class Contest:
         return evaluation.evaluate(
             self.model,
             self.tokenizer,
-            self.pool.tested[target],
+            self.pool.asked(target),
             **_scoring(self.settings),
         )
 

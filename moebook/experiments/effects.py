@@ -43,6 +43,6 @@ def of_rates(settings: Settings, usual: str, trial: str) -> Idle:
 
 
 def of_rows(names: str, text: str) -> Idle:
-    """Tell what has no effect where a text lists embedded tasks alone, which need no hub."""
-    if all(name in tasks.KNOWN for name in text.split(",") if name):
-        yield names, "embedded tasks take nothing from the hub"
+    """Tell what has no effect where a text lists no set of the hub."""
+    if all(tasks.known(name) for name in text.split(",") if name):
+        yield names, "embedded tasks and your files take nothing from the hub"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -17,6 +18,7 @@ from moebook.models.anatomy import anatomy
 from moebook.models.skeleton import configuration, skeleton
 
 LISTS = ("general", "alignment")
+COLON = re.compile("(?<!^[A-Za-z]):")  # none behind the letter of a drive
 
 
 def known(settings: Settings) -> dict[str, Arm]:
@@ -41,8 +43,11 @@ def usual(settings: Settings) -> dict[str, float]:
 
 def tested(settings: Settings) -> dict[str, str]:
     """Return the target tasks, and what tests each: itself, or what stands behind a colon."""
-    pairs = [f"{name}:{name}".split(":")[:2] for name in settings["tasks"].split(",")]
-    return dict(pairs)
+    tests: dict[str, str] = {}
+    for pair in settings["tasks"].split(","):
+        target, *test = COLON.split(pair, 1)
+        tests[target] = test[0] if test else target
+    return tests
 
 
 def check(
@@ -88,12 +93,10 @@ def _needs(
     yield from rates.needs(settings, arms, every)
     yield from _base(settings, arms)
     yield from _steps(settings)
-    targets = ",".join(name.partition(":")[0] for name in settings["tasks"].split(","))
+    pairs = settings["tasks"].split(",")
+    targets = ",".join(COLON.split(pair, 1)[0] for pair in pairs)
     yield from needs.named({"tasks": targets})
-    for parameter in ("tasks", *LISTS):
-        if tasks.FILE in settings[parameter]:
-            why = "values are named by tasks here, and a file's place is no name"
-            yield f"{parameter} = {settings[parameter]!r}: {why}; take esft.specialise"
+    yield from _files(settings, targets)
     for parameter in LISTS:
         yield from needs.named({parameter: settings[parameter]})
     yield from _data("tasks", targets)
@@ -120,6 +123,21 @@ def _base(settings: Settings, arms: Mapping[str, Arm]) -> Iterator[str]:
     sizes = {arm.group for arm in arms.values()} - {1}
     where = f"group_sizes = {settings['group_sizes']!r}"
     yield from complaint(where, esft.grouping.check, base, sorted(sizes))
+
+
+def _files(settings: Settings, targets: str) -> Iterator[str]:
+    """Complain about users' files: each has rows to train on, to test on, or both."""
+    trained = {"tasks": targets, "alignment": settings["alignment"]}
+    yield from needs.files(trained, needs.training_split(settings))
+    tests = ",".join(tested(settings).values())
+    asked = {"tasks": tests, "general": settings["general"]}
+    yield from needs.files(asked, settings["test_split"])
+    if settings["rates"]:
+        yield from needs.files({"tasks": targets}, "validation")
+        for name in targets.split(","):
+            if name in hub.CATALOGUE and not tasks.known(name):
+                why = f"{name} is a set of the hub, and no rows of it are kept to choose by"
+                yield f"rates = {settings['rates']!r}: {why}; leave rates empty"
 
 
 def _data(parameter: str, text: str) -> Iterator[str]:

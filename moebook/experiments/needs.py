@@ -9,7 +9,7 @@ import torch
 
 from moebook.data import tasks
 from moebook.errors import Refusal, nearest
-from moebook.experiments.arm import Complaints, Settings, complaint
+from moebook.experiments.arm import Complaints, Settings
 from moebook.training.recipe import Recipe
 
 WARMUP = Recipe().warmup  # where a notebook has no such parameter
@@ -23,12 +23,27 @@ def embedded_tasks(parameter: str, text: str) -> Complaints:
             yield f"{parameter} lists {name!r}: {why}: {nearest(name, tasks.KNOWN)}"
 
 
-def files(parameters: dict[str, str]) -> Complaints:
-    """Complain about users' files that parameters name, and that are no rows or missing."""
-    for parameter, text in parameters.items():
-        for name in text.split(","):
-            if name.endswith(tasks.FILE):
-                yield from complaint(f"{parameter} lists {name!r}", tasks.find, name)
+def files(lists: dict[str, str], *splits: str) -> Complaints:
+    """Complain about users' files in lists by parameter.
+
+    A file is missing or holds no rows of the schema, has none in one of the ``splits``,
+    or gives its task the name that another file's has.
+    """
+    first: dict[str, str] = {}
+    for parameter, text in lists.items():
+        for name in filter(tasks.is_file, text.split(",")):
+            where = f"{parameter} lists {name!r}"
+            try:
+                task = tasks.find(name)
+                for split in splits:
+                    task.refuse_empty(split)
+            except Refusal as refusal:
+                yield f"{where}: {refusal.message}"
+                continue
+            other = first.setdefault(task.name, name)
+            if other != name:
+                both = f"its task is called {task.name}, as that of {other!r} is"
+                yield f"{where}: {both}; rename one of the files"
 
 
 def named(lists: dict[str, str]) -> Complaints:

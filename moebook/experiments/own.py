@@ -1,4 +1,4 @@
-"""Rows of a user's own file, where a notebook's parameter ``mix`` names one."""
+"""Users' own files, where a notebook has the parameter ``mix``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from collections.abc import Iterable
 from moebook import data
 from moebook.data import tasks
 from moebook.data.mixtures import Row
-from moebook.experiments.arm import Settings
+from moebook.data.tasks import SPLITS
+from moebook.experiments import needs
+from moebook.experiments.arm import Complaints, Settings
 from moebook.experiments.experiment import Rows
 
 
-def is_file(mix: str) -> bool:
-    """Whether the parameter names a file of the user's rather than a mixture."""
-    return mix.endswith(tasks.FILE)
+def complaints(settings: Settings, tested: dict[str, str]) -> Complaints:
+    """Complain about files that ``mix`` or the lists of what is tested name."""
+    yield from needs.files({"mix": settings["mix"]}, *SPLITS)
+    splits = [settings["test_split"]]
+    if settings["mix"] == "embedded":  # what is tested has other rows that train
+        splits += [needs.training_split(settings), "validation"]
+    yield from needs.files(tested, *splits)
 
 
 def rows(

@@ -225,7 +225,7 @@ def _shared_needs(
     if settings["mix"] == "embedded":
         yield from needs.embedded_tasks("tasks", settings["tasks"])
     yield from needs.named({"tasks": settings["tasks"]})
-    yield from needs.files({"mix": settings["mix"], "tasks": settings["tasks"]})
+    yield from own.complaints(settings, {"tasks": settings["tasks"]})
     yield from needs.optimizer(settings, device)
 
 
@@ -238,7 +238,7 @@ def rows(settings: Settings) -> Rows:
         held_out = data.draw(names, settings["test_split"], settings["test_rows"])
         valid = data.draw(names, "validation", settings["valid_rows"])
         tested: Any = held_out
-    elif own.is_file(settings["mix"]):
+    elif tasks.is_file(settings["mix"]):
         tested = [*tasks.content(names), settings["test_rows"]]
         return own.rows(settings, names, HELD_OUT, tested)
     else:

@@ -110,7 +110,7 @@ def _needs(
         why = f"data_by_hull takes open rows in the hull of the shots, which takes {least}"
         yield f"shots = {settings['shots']}: {why}; give more, or leave data_by_hull out of arms"
     several = len(_grid(settings)) > 1
-    if "expert_lora" in arms and several and settings["source"] == "embedded":
+    if "expert_lora" in arms and several:
         for name, count in annotated(settings).items():
             if settings["valid_rows"] >= count:
                 why = f"{name} has {count} annotated rows, and expert_lora trains on the others"
@@ -149,29 +149,33 @@ def _steps(settings: Settings, arms: Mapping[str, Arm | None]) -> Iterator[str]:
 
 
 def annotated(settings: Settings) -> dict[str, int]:
-    """Return how many annotated rows embedded targets have, by name."""
-    split = needs.training_split(settings)
+    """Return how many annotated rows embedded targets and users' files have, as written.
+
+    Left out are targets of the hub, and what cannot be read, of which others complain.
+    """
     names = settings["targets"].split(",")
-    return {
-        name: tasks.find(name).available(split) for name in names if name in tasks.KNOWN
-    }
+    if settings["source"] == "hub":
+        names = list(filter(tasks.is_file, names))
+    return needs.available(settings, names)
 
 
 def on_a_bank(settings: Settings) -> Iterator[str]:
     """Complain about what Rocket's notebook and the rivals' share: targets, members, sizes."""
     yield from needs.named({"targets": settings["targets"]})
     names = settings["targets"].split(",")
+    listed = {"targets": settings["targets"]}
+    split = needs.training_split(settings)
+    yield from needs.files(listed, split, settings["test_split"])
     if settings["source"] == "embedded":
         for name in names:
-            if name and name not in tasks.KNOWN:
-                why = "source = 'embedded' has embedded tasks alone"
+            if name and not tasks.known(name):
+                why = "source = 'embedded' has embedded tasks and your files (*.jsonl)"
                 yield f"targets lists {name!r}: {why}: {nearest(name, tasks.KNOWN)}"
-        for name, count in annotated(settings).items():
-            if settings["shots"] >= count:
-                why = (
-                    f"{name} has {count} annotated rows, and one at least judges rates"
-                )
-                yield f"shots = {settings['shots']}: {why}; take 1 to {count - 1}"
+    for name, count in annotated(settings).items():
+        if 0 < count <= settings["shots"]:
+            why = f"{name} has {count} annotated rows, and one at least judges rates"
+            remedy = f"take 1 to {count - 1}" if count > 1 else "give it more"
+            yield f"shots = {settings['shots']}: {why}; {remedy}"
     benchmarks = settings["benchmarks"].split(",") if settings["benchmarks"] else []
     yield from complaint("", rocket.pipeline.tested, names, benchmarks)
     if settings["members"]:

@@ -113,7 +113,7 @@ def _needs(name: str, settings: Settings) -> Complaints:
             why = f"{name} starts experts at centroids of {least} tokens or more"
             remedy = f"take {least} or more, {leave}"
             yield f"kept_tokens = {settings['kept_tokens']}: {why}; {remedy}"
-    if own.is_file(settings["mix"]):
+    if tasks.is_file(settings["mix"]):
         with suppress(Refusal):  # of which `needs.files` complains
             yield from _lacks(name, domains, tasks.find(settings["mix"]))
     if settings["mix"] != "embedded":  # whose rows have all domains, whatever is tested
@@ -244,7 +244,7 @@ def _shared_needs(
             yield from needs.embedded_tasks(parameter, text)
         yield from _hardest(settings)
     yield from needs.named(tested)
-    yield from needs.files({"mix": settings["mix"], **tested})
+    yield from own.complaints(settings, tested)
     if settings["quarter_rows"] > settings["test_rows"]:
         why = f"the test at the end has test_rows = {settings['test_rows']} a task"
         remedy = f"take 0 to {settings['test_rows']}"
@@ -297,7 +297,7 @@ def rows(settings: Settings) -> Rows:
         held_out = data.draw(names, split, settings["routed_rows"])
         tested: Any = data.draw(names, split, settings["test_rows"])
         valid = data.draw(names, "validation", settings["valid_rows"])
-    elif own.is_file(settings["mix"]):
+    elif tasks.is_file(settings["mix"]):
         tested = {"tasks": tasks.content(names), "rows": settings["test_rows"]}
         return own.rows(settings, names, settings["routed_rows"], tested)
     else:

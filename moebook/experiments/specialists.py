@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import product
 from typing import Any
@@ -17,7 +17,9 @@ import pandas as pd
 from torch import nn
 
 from moebook import data, evaluation, lists, runtime, training
+from moebook.data import tasks
 from moebook.data.mixtures import Row
+from moebook.data.tasks import Task
 from moebook.experiments import esft as checks
 from moebook.experiments import rates
 from moebook.experiments.arm import Settings
@@ -80,7 +82,8 @@ class Pool:
     general: list[str]  # tasks that must not be forgotten
     alignment: list[str]  # data that keep them
     train: Mapping[str, list[Row]]  # of targets and of alignment data
-    asked: list[Row]  # all test rows of embedded tasks
+    asked: list[Row]  # all test rows of embedded tasks and of users' files
+    own: Mapping[str, Task] = field(default_factory=dict)  # users' files, by name
 
     @property
     def kept(self) -> list[Row]:
@@ -90,26 +93,35 @@ class Pool:
 
 def rows(settings: Settings) -> Pool:
     """Draw training rows of targets and of alignment data; name what tests."""
-    tested = checks.tested(settings)
+    written = checks.tested(settings)
+    tests = list(written.values())
     general = settings["general"].split(",")
     alignment = settings["alignment"].split(",")
     split = settings["test_split"]
+    own = tasks.of_files([*written, *tests, *general, *alignment])
     # What it refuses, it refuses now.
-    evaluation.load([*tested.values(), *general])
+    evaluation.load([*tests, *general])
+    named = {name: tasks.label(name) for name in [*written, *alignment]}
     drawn = esft.rows(
-        tested,
-        alignment,
+        [own.get(named[name], name) for name in written],
+        [own.get(named[name], name) for name in alignment],
         settings["rows_per_task"],
         split="train" if split == "test" else "rest",
         revisions=settings["revisions"],
         seed=settings["seed"],
     )
     asked: list[Row] = []
-    for name in [*tested.values(), *general]:
-        if name in data.tasks.KNOWN:
-            available = data.tasks.find(name).available(split)
-            asked += data.tasks.rows(name, split, available)
-    return Pool(tested, general, alignment, drawn, asked)
+    for name in filter(tasks.known, [*tests, *general]):
+        available = tasks.find(name).available(split)
+        asked += tasks.rows(name, split, available)
+    return Pool(
+        {tasks.label(target): tasks.label(test) for target, test in written.items()},
+        [tasks.label(name) for name in general],
+        [tasks.label(name) for name in alignment],
+        drawn,
+        asked,
+        own,
+    )
 
 
 def recipe(settings: Settings, pad_id: int) -> dict[str, Any]:
@@ -227,13 +239,13 @@ class Specialists:
         given = self.plan[name, task]
         return esft.start(self.model, self.arms[name], given, self.together)
 
-    def test(self, model: nn.Module, tasks: str | Sequence[str], limit: int) -> Any:
+    def test(self, model: nn.Module, names: Sequence[str], limit: int) -> Any:
         """Test a model on some tasks: a row an item."""
         on_cpu = next(model.parameters()).device.type == "cpu"
         return evaluation.evaluate(
             model,
             self.tokenizer,
-            tasks,
+            [self.pool.own.get(name, name) for name in names],
             limit=limit,
             format=FORMAT,
             split=self.settings["test_split"],
@@ -242,7 +254,7 @@ class Specialists:
 
     def test_task(self, model: nn.Module, task: str) -> pd.DataFrame:
         """Test a model on a target task."""
-        return self.test(model, self.pool.tested[task], self.settings["test_rows"])
+        return self.test(model, [self.pool.tested[task]], self.settings["test_rows"])
 
     def test_general(self, model: nn.Module) -> pd.DataFrame:
         """Test a model on the tasks that must not be forgotten."""
@@ -276,7 +288,10 @@ class Specialists:
         return rates.choose(self.arms, grid, loss)
 
     def _validate(self, model: nn.Module, task: str) -> float:
-        unseen = data.tasks.rows(task, "validation", self.settings["watched_rows"])
+        found = self.pool.own.get(task) or tasks.find(task)
+        # An embedded task has as many as can be asked for; a user's may have fewer.
+        most = min(self.settings["watched_rows"], found.available("validation"))
+        unseen = found.rows("validation", most)
         encoded = data.encode(
             unseen,
             self.tokenizer,
@@ -296,7 +311,7 @@ class Specialists:
             marks = [steps * part // parts for part in range(parts + 1)]
         watch = partial(
             self.test,
-            tasks=[self.pool.tested[task], *self.pool.general],
+            names=[self.pool.tested[task], *self.pool.general],
             limit=self.settings["watched_rows"],
         )
         history = training.fit(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import nn
 
 from moebook import data, evaluation, lists, training
 from moebook.analysis import routing
-from moebook.data import hub
+from moebook.data import hub, tasks
 from moebook.data.mixtures import Row
+from moebook.data.tasks import Task
 from moebook.experiments.arm import Settings
 from moebook.experiments.experiment import Recorder
 from moebook.experiments.rocket import main
@@ -79,27 +80,36 @@ class Pool:
     held_out: Mapping[str, list[Row]]  # that test it
     open: list[Row]  # the same for all targets
     tested: Mapping[str, str]  # the task that evaluates it
+    own: Mapping[str, Task] = field(default_factory=dict)  # users' files, by name
+
+    def asked(self, target: str) -> str | Task:
+        """Return what evaluates a target: a user's own task, or the name of another."""
+        test = self.tested[target]
+        return self.own.get(test, test)
 
 
 def rows(settings: Settings) -> Pool:
     """Draw annotated, test and open rows; no open row is a test row (E-LEAK)."""
-    names = settings["targets"].split(",")
+    written = settings["targets"].split(",")
+    names = [tasks.label(name) for name in written]
+    own = tasks.of_files(written)
     source = settings["source"]
     # The rivals' notebook has no folder of the hub's data sets.
     folder = settings.get("data_folder", "")
     pins = hub.pins(settings["revisions"], folder)
     annotated, held_out = rocket.bank.targets(
-        names, source, pins, settings["test_split"]
+        [own.get(name, name) for name in names], source, pins, settings["test_split"]
     )
     pool = rocket.bank.open_data(
         settings["pool_sets"], settings["pool_rows"], source, pins
     )
     benchmarks = settings["benchmarks"]
     tested = rocket.pipeline.tested(names, benchmarks.split(",") if benchmarks else [])
-    evaluation.load(list(tested.values()), folder)  # what it refuses, it refuses now
+    others = [test for test in tested.values() if test not in own]
+    evaluation.load(others, folder)  # what it refuses, it refuses now
     for target in names:
         data.refuse_leak(pool, held_out[target])
-    return Pool(annotated, held_out, pool, tested)
+    return Pool(annotated, held_out, pool, tested, own)
 
 
 def load_bank(settings: Settings, model: nn.Module, tokenizer: Any) -> dict[str, Lora]:
@@ -259,7 +269,7 @@ class Targets:
     def test(self, target: str) -> pd.DataFrame:
         """Test the base with what is on it: a row a test item."""
         return evaluation.evaluate(
-            self.model, self.tokenizer, self.pool.tested[target], **how(self.settings)
+            self.model, self.tokenizer, self.pool.asked(target), **how(self.settings)
         )
 
     @contextmanager
@@ -351,7 +361,7 @@ class Targets:
                 single = rocket.measure.alone(
                     self.model,
                     self.tokenizer,
-                    self.pool.tested[target],
+                    self.pool.asked(target),
                     **how(self.settings),
                 )
         more = self.settings["repeats"] if name == "mixture" else 1
@@ -379,7 +389,7 @@ def untuned(
     pool: Pool,
 ) -> pd.DataFrame:
     """Test the base, and the base under each LoRA of the bank, on every target."""
-    shown = list(pool.tested.values())
+    shown = [pool.asked(target) for target in pool.tested]
     answers = {"base": evaluation.evaluate(model, tokenizer, shown, **how(settings))}
     answers |= rocket.measure.untuned(model, tokenizer, bank, shown, **how(settings))
     return pd.concat(answers, names=["lora", "row"]).reset_index("lora")
@@ -423,12 +433,12 @@ def tables(
     }
     if "expert_lora" in targets.arms:
         found: dict[str, pd.DataFrame] = {}
-        for target, task in pool.tested.items():
+        for target in pool.tested:
             found |= rocket.measure.untuned(
                 targets.model,
                 targets.tokenizer,
                 {target: whole[target]},
-                task,
+                pool.asked(target),
                 **how(targets.settings),
             )
         answers["expert_lora"] = found

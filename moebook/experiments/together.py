@@ -85,7 +85,10 @@ def _needs(
                 choices = nearest(name, tasks.KNOWN)
                 wanted = "expected an embedded task, or your file (*.jsonl)"
                 yield f"{parameter} names {name!r}: {wanted}: {choices}"
-        yield from needs.files({parameter: settings[parameter]})
+    split = needs.training_split(settings)
+    listed = {"tasks": settings["tasks"]}
+    yield from needs.files(listed, split, "validation", settings["test_split"])
+    yield from needs.files({"new": settings["new"]}, "train", "test")
     yield from _new(settings)
     names = settings["tasks"].split(",")
     if len(needs.available(settings, names)) < len(names):

@@ -1,4 +1,4 @@
-"""Notebooks on a user's own files: ``-p mix=FILE`` trains on one, ``-p tasks=FILE`` tests."""
+"""Notebooks on a user's own files: ``-p mix=FILE``, ``-p tasks=FILE``, ``-p targets=FILE``."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,19 @@ from moebook.lab.run import parameters, sources
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTED = {"pesc": "tasks", "router_init": "tasks_code", "together": "tasks"}
+TESTED = {
+    "pesc": "tasks",
+    "router_init": "tasks_code",
+    "together": "tasks",
+    "rocket": "targets",
+    "rivals": "targets",
+    "esft": "tasks",
+}
+FEW = {
+    "together": {"arms": "full", "again": ""},
+    "rocket": {"arms": "mixture"},
+    "esft": {"general": "gcd"},
+}
 
 
 @pytest.fixture
@@ -22,8 +34,12 @@ def file(tmp_path):
         for n, domain in enumerate(["code", "mathematics", "text"] * 20)
     ]
     path = tmp_path / "sums.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(path, rows)
     return path
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def given(name, **changes):
@@ -51,20 +67,81 @@ def test_a_mix_of_your_own_is_parted_in_trained_tested_and_validated_rows(name, 
 def test_your_own_task_is_one_among_the_tasks_and_a_bad_one_stops_before_any_work(
     name, file
 ):
-    changes = {TESTED[name]: f"python_eval,{file}"}
-    if name == "together":
-        changes |= {"arms": "full", "again": ""}
+    changes = {TESTED[name]: f"python_eval,{file}", **FEW.get(name, {})}
     experiments.check(name, given(name, **changes))
     file.write_text('{"prompt": "a", "answer": 4}\n')
-    words = "E-RANGE: .*tasks.* lists .*sums.jsonl:1: field 'answer' is int"
+    words = "E-RANGE: .*t.* lists .*sums.jsonl:1: field 'answer' is int"
     refused(words, experiments.check, name, given(name, **changes))
+    write(file, [{"prompt": "a", "answer": "b", "split": "train"}])
+    words = "E-RANGE: .*t.* lists .*sums.jsonl: no row is of split '(test|validation)'"
+    refused(words, experiments.check, name, given(name, **changes))
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_two_files_whose_tasks_have_one_name_are_told_apart_by_you(
+    name, file, tmp_path
+):
+    (tmp_path / "more").mkdir()
+    other = tmp_path / "more" / file.name
+    other.write_text(file.read_text())
+    changes = {TESTED[name]: f"{file},{other}", **FEW.get(name, {})}
+    words = "E-RANGE: .*more/sums.jsonl': its task is called own_sums, as that of"
+    refused(words, experiments.check, name, given(name, **changes))
+
+
+def test_a_target_of_your_own_has_shots_and_is_tested_by_itself(file):
+    settings = given("rocket", targets=f"kinship_told,{file}", arms="mixture")
+    experiments.check("rocket", settings)
+    pool = experiments.targets.rows(settings)
+    task = tasks.find(str(file))
+    assert list(pool.tested) == list(pool.annotated) == ["kinship_told", "own_sums"]
+    assert data.hashes(pool.annotated["own_sums"]) == data.hashes(
+        task.rows("train", 36)
+    )
+    assert data.hashes(pool.held_out["own_sums"]) == data.hashes(task.rows("test", 12))
+    assert pool.asked("own_sums") is task
+    assert pool.asked("kinship_told") == "kinship_told"
+    for name, arm in (("rocket", "mixture"), ("rivals", "random")):
+        many = given(name, targets=str(file), shots=36, arms=arm)
+        words = "E-RANGE: .*shots = 36: .*sums.jsonl has 36 annotated rows.*1 to 35"
+        refused(words, experiments.check, name, many)
+
+
+def test_specialists_train_and_test_on_files_and_keep_their_own_rows(file, tmp_path):
+    other = tmp_path / "kept.jsonl"
+    write(other, [{"prompt": f"{n} times?", "answer": "1"} for n in range(20)])
+    settings = given(
+        "esft",
+        tasks=f"{file}:gcd,isa:{file}",
+        general=str(other),
+        alignment=f"gcd,{other}",
+    )
+    experiments.check("esft", settings)
+    pool = experiments.specialists.rows(settings)
+    assert pool.tested == {"own_sums": "gcd", "isa": "own_sums"}
+    assert pool.general == ["own_kept"]
+    assert {row["task"] for row in pool.kept} == {"gcd", "own_kept"}
+    train = data.hashes(tasks.find(str(file)).rows("train", 36))
+    assert data.hashes(pool.train["own_sums"]) <= train
+    asked = {row["task"] for row in pool.asked}
+    assert asked == {"gcd", "own_sums", "own_kept"}
+
+
+def test_a_pair_of_task_and_test_is_parted_at_its_colon_and_not_at_a_drives(file):
+    pairs = r"C:\mine\a.jsonl:gcd,isa:D:\b.jsonl,C:/c.jsonl,metamathqa:gsm8k"
+    assert experiments.esft.tested({"tasks": pairs}) == {
+        r"C:\mine\a.jsonl": "gcd",
+        "isa": r"D:\b.jsonl",
+        "C:/c.jsonl": "C:/c.jsonl",
+        "metamathqa": "gsm8k",
+    }
 
 
 def test_what_is_tested_is_not_trained_on(file, tmp_path):
     other = tmp_path / "other.jsonl"
     train = tasks.find(str(file)).rows("train", 3)
     rows = [{"prompt": r["prompt"], "answer": "1", "split": "test"} for r in train]
-    other.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(other, rows)
     settings = given("pesc", mix=str(file), tasks=str(other))
     refused("E-LEAK: 3 of 3", experiments.pesc.rows, settings)
 

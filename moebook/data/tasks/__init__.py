@@ -47,9 +47,14 @@ KNOWN = CATALOGUE | GENERAL | KSHOT
 FILE = ".jsonl"
 
 
+def is_file(name: str) -> bool:
+    """Whether a name is that of a user's file (``*.jsonl``)."""
+    return name.endswith(FILE)
+
+
 def known(name: str) -> bool:
-    """Whether a name is that of an embedded task, or of a user's file (``*.jsonl``)."""
-    return name in KNOWN or name.endswith(FILE)
+    """Whether a name is that of an embedded task, or of a user's file."""
+    return name in KNOWN or is_file(name)
 
 
 def find(name: str) -> Task:
@@ -57,7 +62,7 @@ def find(name: str) -> Task:
 
     E-DATA with the nearest name when there is none, and what `Task.from_jsonl` refuses.
     """
-    if name.endswith(FILE):
+    if is_file(name):
         place = Path(name).expanduser()
         changed = place.stat().st_mtime_ns if place.is_file() else 0
         return _of_file(place, changed)
@@ -71,10 +76,21 @@ def _of_file(place: Path, changed: int) -> Task:
     return Task.from_jsonl(place)
 
 
+def label(name: str) -> str:
+    """Return what values are kept under: the name of a user's file's task, or the name."""
+    return find(name).name if is_file(name) else name
+
+
+def of_files(names: Iterable[str]) -> dict[str, Task]:
+    """Make tasks of the users' files among some names, by the tasks' own names."""
+    made = [find(name) for name in names if is_file(name)]
+    return {task.name: task for task in made}
+
+
 def content(names: Iterable[str]) -> list[str]:
     """Return names of tasks, each of a file with the SHA-256 of what it holds."""
     return [
-        f"{name}@{digest(Path(name).expanduser())}" if name.endswith(FILE) else name
+        f"{name}@{digest(Path(name).expanduser())}" if is_file(name) else name
         for name in names
     ]
 

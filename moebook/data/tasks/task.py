@@ -172,6 +172,17 @@ class Task:
         """Count the items of a split."""
         return len(self.items(split))
 
+    def refuse_empty(self, split: str) -> None:
+        """Refuse a split without a row, as a user's file may have (E-DATA)."""
+        if self.available(split):
+            return
+        remedy = f'give rows "split": "{split}"'
+        if not any(item.split for item in self.items("all")):
+            remedy = (
+                f"give {own.PART} prompts or more, or {remedy.removeprefix('give ')}"
+            )
+        refuse("E-DATA", f"{self.source}: no row is of split '{split}'; {remedy}")
+
     @checked
     def rows(self, split: str, size: int, seed: int = 0) -> list[dict[str, str]]:
         """Draw `size` rows of a split without replacement, by the seed.
@@ -186,11 +197,9 @@ class Task:
         self, split: str, size: int, seed: int = 0
     ) -> list[tuple[Item, dict[str, str]]]:
         """Draw rows as `rows` does, each behind its item."""
+        self.refuse_empty(split)
         items = list(self.items(split))
         have = len(items)
-        if not have:
-            mark = f'give rows "split": "{split}"'
-            refuse("E-DATA", f"{self.source}: no row is of split '{split}'; {mark}")
         if not 1 <= size <= have:
             need = f"have {have} rows, need {size}; ask for 1 to {have}"
             refuse("E-DATA", f"{self.name}/{split}: {need}")

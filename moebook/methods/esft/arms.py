@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from moebook import lists
 from moebook.data import hub, tasks
+from moebook.data.tasks import Task
 from moebook.errors import refuse, refuse_unknown
 from moebook.methods.esft.apply import Origin, specialise
 from moebook.methods.esft.choose import random_selection, select
@@ -243,8 +244,8 @@ def _check_plain(model: nn.Module) -> None:
 
 @checked
 def rows(
-    targets: Each[str],
-    alignment: Each[str],
+    targets: Each[str | Task],
+    alignment: Each[str | Task],
     size: Count,
     *,
     split: str = "train",
@@ -253,18 +254,23 @@ def rows(
 ) -> dict[str, list[dict[str, str]]]:
     """Draw rows of target tasks and of alignment data, ``size`` of each, to train on.
 
-    A name is an embedded task, whose ``split`` may be the ``rest`` beside fresh test rows, or a set
-    of the hub, of which twice as many alignment rows come.
+    Each is a `Task` of your own, or a name: of an embedded task, whose ``split`` may be the
+    ``rest`` beside fresh test rows, or of a set of the hub, of which twice as many alignment rows
+    come. The rows are returned by these names.
     """
-    pins, drawn = hub.pins(revisions), {}
-    for times, names in ((2, alignment), (1, targets)):
-        for name in names:
-            if tasks.known(name):
-                count = min(size, tasks.find(name).available(split))
-                drawn[name] = tasks.rows(name, split, count, seed)
-            else:
+    pins = hub.pins(revisions)
+    drawn: dict[str, list[dict[str, str]]] = {}
+    for times, sources in ((2, alignment), (1, targets)):
+        for source in sources:
+            name = source if isinstance(source, str) else source.name
+            if isinstance(source, str) and not tasks.known(source):
+                most = times * size
                 pin = pins.get(name)
-                drawn[name] = hub.load(name, revision=pin, size=times * size, seed=seed)
+                drawn[name] = hub.load(name, revision=pin, size=most, seed=seed)
+                continue
+            task = tasks.find(source) if isinstance(source, str) else source
+            count = min(size, task.available(split))
+            drawn[name] = task.rows(split, count, seed)
     return drawn
 
 

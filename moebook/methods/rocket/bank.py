@@ -19,9 +19,10 @@ from torch import nn
 
 from moebook import training
 from moebook.data import encode, hub, mixtures, tasks
+from moebook.data.tasks import Task
 from moebook.data.tasks.pools import reserved
 from moebook.data.templates import Source
-from moebook.errors import nearest, refuse, refuse_unknown
+from moebook.errors import refuse, refuse_unknown
 from moebook.methods.rocket import loras
 from moebook.methods.rocket.loras import Alpha, Lora, Rank, check_alike
 from moebook.models.checkpoint import fingerprint
@@ -309,38 +310,35 @@ def embedded(
     return sets
 
 
-def _every_row(names: Iterable[str], split: str) -> dict[str, list[Row]]:
-    """Return all rows of a split, by embedded task."""
-    rows = {}
-    for name in names:
-        rows[name] = tasks.rows(name, split, tasks.find(name).available(split))
-    return rows
-
-
 @checked
 def targets(
-    names: Annotated[Each[str], Field(min_length=1)],
+    names: Annotated[Each[str | Task], Field(min_length=1)],
     source: Origin,
     pins: SkipValidation[Pins],
     split: str = "test",
 ) -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
     """Return, by target task, its annotated rows, those for training, and the rows that test it.
 
-    The source is ``"embedded"``, with test rows of a ``split``, ``"test"`` or ``"fresh"``, or
-    ``"hub"``; ``pins`` are those of `hub.pins`.
+    A target is a `Task` of your own, or a name: of an embedded task, with test rows of a
+    ``split``, ``"test"`` or ``"fresh"``, or with the source ``"hub"`` of a set there, at its place
+    among ``pins`` (`hub.pins`).
     """
-    if source == "embedded":
-        left = "train" if split == "test" else "rest"
-        return _every_row(names, left), _every_row(names, split)
-    if odd := [name for name in names if name not in TESTED]:
-        refuse(
-            "E-DATA",
-            f"no test rows are known for '{odd[0]}'; {nearest(odd[0], TESTED)}",
-        )
-    annotated = {name: source_rows(name, pins[name]) for name in names}
-    return annotated, {
-        name: source_rows(name, pins[name], TESTED[name]) for name in names
-    }
+    on_hub = [name for name in names if source == "hub" and isinstance(name, str)]
+    for name in on_hub:
+        unknown = f"no test rows are known for '{name}';"
+        refuse_unknown(name, TESTED, "E-DATA", unknown)
+    left = "train" if split == "test" else "rest"
+    annotated: dict[str, list[Row]] = {}
+    held_out: dict[str, list[Row]] = {}
+    for target in names:
+        if target in on_hub:
+            annotated[target] = source_rows(target, pins[target])
+            held_out[target] = source_rows(target, pins[target], TESTED[target])
+        else:
+            task = tasks.find(target) if isinstance(target, str) else target
+            annotated[task.name] = task.rows(left, task.available(left))
+            held_out[task.name] = task.rows(split, task.available(split))
+    return annotated, held_out
 
 
 @checked

@@ -12,6 +12,7 @@ from scipy.stats import spearmanr
 from torch import nn
 
 from moebook import evaluation
+from moebook.data.tasks import Task
 from moebook.errors import refuse, refuse_unknown
 from moebook.intervals import interval
 from moebook.kernels.dispatch import shapes
@@ -153,7 +154,7 @@ def untuned(
     model: nn.Module,
     tokenizer: Any,
     bank: Mapping[str, Lora],
-    tasks: Sequence[str],
+    tasks: str | Task | Sequence[str | Task],
     **how: Any,
 ) -> dict[str, pd.DataFrame]:
     """Return, by name, what `evaluation.evaluate` says of the base under each LoRA of a bank."""
@@ -164,7 +165,7 @@ def untuned(
     return tables
 
 
-def alone(model: nn.Module, tokenizer: Any, task: str, **how: Any) -> np.ndarray:
+def alone(model: nn.Module, tokenizer: Any, task: str | Task, **how: Any) -> np.ndarray:
     """Say which test row ``[N, S]`` each expert gets right when it serves every token (Fig. 11)."""
     right = []
     for expert in origin(model, apply.Origin).experts:

@@ -1,5 +1,6 @@
 """Notebooks rerun with other parameters: each runs to its end, or is refused before any work."""
 
+import json
 import math
 import os
 import random
@@ -24,6 +25,25 @@ ONE_TASK = {
     "rivals": {"targets": "kinship_told", "arms": "expert_lora,smear"},
     "together": {"tasks": "gcd", "arms": "full,lora", "again": "lora"},
     "banks": {"targets": "copyleft", "arms": "own_choice,rotated"},
+}
+# A user's own files among tasks and targets: rows with choices, and rows without.
+OWN = {
+    "pesc": {"tasks": "gcd,teams.jsonl,chosen.jsonl", "arms": "sparse"},
+    "router_init": {"tasks_text": "teams.jsonl", "arms": "su,crsu"},
+    "rocket": {"targets": "chosen.jsonl,teams.jsonl", "arms": "mixture,expert_lora"},
+    "esft": {
+        "tasks": "teams.jsonl,isa:chosen.jsonl",
+        "general": "gcd",
+        "alignment": "teams.jsonl",
+        "arms": "gate,lora",
+    },
+    "rivals": {"targets": "teams.jsonl", "arms": "rocket,expert_lora,lorahub"},
+    "together": {
+        "tasks": "gcd,teams.jsonl",
+        "new": "chosen.jsonl",
+        "arms": "full,lora",
+        "again": "lora",
+    },
 }
 DRAWS = 60  # of parameters, in `make soak`
 MEASURED = re.compile("cost|time|memory|_over_")  # by a clock: never the same twice
@@ -92,10 +112,38 @@ def rerun(here, monkeypatch):
     return run
 
 
+@pytest.fixture
+def own_files(tmp_path):
+    """Two files of a user's: answers to write, and choices to make."""
+    files = [tmp_path / "teams.jsonl", tmp_path / "chosen.jsonl"]
+    teams = ["billing", "shipping", "accounts"]
+    for file, extra in zip(files, ({}, {"choices": teams}), strict=True):
+        lines = []
+        for number in range(60):
+            team = teams[number % 3]
+            row = {"prompt": f"{file.stem} {number}: {team}?", "answer": team, **extra}
+            lines.append(json.dumps(row) + "\n")
+        file.write_text("".join(lines))
+    return files
+
+
 @pytest.mark.parametrize("case", drawn(RERUNS))
 def test_an_arm_alone_two_arms_and_one_task_run(case, rerun):
     name, changed = case
     assert rerun(name, changed) is None
+
+
+@pytest.mark.parametrize("case", drawn(OWN.items()))
+def test_tasks_of_a_users_own_files_run(case, rerun, own_files):
+    name, changed = case
+    placed = {}
+    for parameter, text in changed.items():
+        for file in own_files:
+            text = text.replace(file.name, str(file))
+        placed[parameter] = text
+    # Every arm chooses its rate by rows that no arm is trained on.
+    rates = {"rates": "0.005,0.01", "valid_rows": 4} if name == "rocket" else {}
+    assert rerun(name, placed | rates) is None
 
 
 @pytest.mark.parametrize("number", drawn(range(DRAWS)))
