@@ -21,6 +21,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tests import colab
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
@@ -142,6 +144,31 @@ def test_the_workflows_install_locked_files_by_hash_and_run_actions_by_commit():
                 r"actions/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action
             ), action
         assert "HASHES: " in workflow or path.name == "newest.yml"
+
+
+def test_the_weekly_workflow_takes_every_python_on_three_systems():
+    text = (ROOT / ".github" / "workflows" / "newest.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    pythons = ["3.11", "3.12", "3.13", "3.14"]
+    assert jobs["newest"]["runs-on"] == "ubuntu-latest"
+    assert jobs["newest"]["strategy"]["matrix"] == {"python": pythons}
+    elsewhere = {"system": ["macos-latest", "windows-latest"], "python": pythons}
+    assert jobs["elsewhere"]["strategy"]["matrix"] == elsewhere
+    assert jobs["sphinx"]["continue-on-error"] is True
+
+
+def test_the_ranges_keep_what_colabs_kernel_is_made_of():
+    """Replaced under a running kernel, it would fail at every start from then on."""
+    texts = PROJECT["project"]["dependencies"] + EXTRAS["notebook"] + EXTRAS["evaluate"]
+    ranges = {}
+    for text in texts:
+        need = Requirement(text)
+        ranges[canonicalize_name(need.name)] = need.specifier
+    asked = {canonicalize_name(name): pin for name, pin in colab.KERNEL.items()}
+    shared = asked.keys() & ranges.keys()
+    assert {"ipython", "ipykernel", "jupyter-client", "psutil"} <= shared
+    for name in shared:
+        assert asked[name] in ranges[name], name
 
 
 def test_environment_yml_installs_the_ranges_of_pyproject():

@@ -270,11 +270,7 @@ def _hardest(settings: Settings) -> Iterator[str]:
 
 def areas(settings: Settings) -> dict[str, str]:
     """Return the tasks that are tested, and the domain of each."""
-    domains = {}
-    for name, area in _listed(settings).items():
-        known = tasks.known(name)
-        domains[tasks.find(name).name if known else name] = area
-    return domains
+    return {tasks.label(name): area for name, area in _listed(settings).items()}
 
 
 def _listed(settings: Settings) -> dict[str, str]:
@@ -445,7 +441,7 @@ def experiment(
         return evaluation.evaluate(
             model,
             tokenizer,
-            list(areas(settings)),
+            list(_listed(settings)),
             limit=limit,
             split=settings["test_split"],
             data=settings["data_folder"],

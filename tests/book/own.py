@@ -1,14 +1,24 @@
-"""The blocks of the pages "On your own model", and tiny inputs for them as strangers make them."""
+"""The blocks of the pages "On your own model", and inputs for them as strangers make them.
+
+Models, LoRAs and rows are written by transformers, PEFT and json alone, on tiny models or, with
+`python -m tests.book.own FOLDER DENSE SPARSE`, on others in folders.
+"""
 
 import json
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    MixtralConfig,
+)
 
 from tests.tokens import byte_tokenizer
 
@@ -39,14 +49,22 @@ ARC = {
 }
 
 
-def make(folder: Path) -> None:
-    """Write everything that the pages' first blocks read."""
+def make(folder: Path, dense: Path | None = None, sparse: Path | None = None) -> None:
+    """Write everything that the pages' first blocks read; the models are tiny without folders."""
     torch.manual_seed(0)
-    dense = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
-    sparse = AutoModelForCausalLM.from_config(MixtralConfig(**SHAPE, **EXPERTS))
-    for name, model in (("my-model", dense), ("my-moe", sparse)):
+    configs = {
+        "my-model": (dense, LlamaConfig(**SHAPE)),
+        "my-moe": (sparse, MixtralConfig(**SHAPE, **EXPERTS)),
+    }
+    for name, (given, config) in configs.items():
+        if given is None:
+            model = AutoModelForCausalLM.from_config(config)
+            tokenizer = byte_tokenizer()
+        else:
+            model = AutoModelForCausalLM.from_pretrained(given, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(given)
         model.save_pretrained(folder / name)
-        byte_tokenizer().save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     _loras(folder)
     _rows(folder)
     hub = folder / "hub-data" / "allenai" / "ai2_arc" / "ARC-Easy"
@@ -55,16 +73,27 @@ def make(folder: Path) -> None:
 
 
 def _loras(folder: Path) -> None:
-    """Write five LoRAs of the dense model, by PEFT alone."""
+    """Train five LoRAs of the dense model, each on sums with a number of its own, by PEFT alone."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "my-model")
     for number in range(5):
         base = AutoModelForCausalLM.from_pretrained(folder / "my-model")
-        config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
-        model = get_peft_model(base, config)
         torch.manual_seed(number)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.05)
-        model.save_pretrained(folder / "my-loras" / f"lora-{number}")
+        config = LoraConfig(
+            r=4,
+            lora_alpha=8,
+            target_modules=["q_proj", "v_proj"],
+            task_type="CAUSAL_LM",
+        )
+        model = get_peft_model(base, config)
+        trained = [part for part in model.parameters() if part.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.01)
+        texts = [f"{other} + {number} = {other + number}" for other in range(8)]
+        for text in texts:
+            ids = torch.tensor([tokenizer(text).input_ids])
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.save_pretrained(folder / "my-loras" / f"plus-{number}")
 
 
 def _rows(folder: Path) -> None:
@@ -109,3 +138,7 @@ def run(page: str) -> dict[str, Any]:
         code = compile("\n" * line + block, str(BOOK / f"{page}.md"), "exec")
         exec(code, names)
     return names
+
+
+if __name__ == "__main__":
+    make(*map(Path, sys.argv[1:]))
