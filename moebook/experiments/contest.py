@@ -20,7 +20,7 @@ from moebook.data import hub
 from moebook.experiments import rocket as checks
 from moebook.experiments.arm import Settings
 from moebook.experiments.experiment import Recorder
-from moebook.experiments.targets import LONGEST, Pool
+from moebook.experiments.targets import LONGEST, Pool, kind
 from moebook.methods import rocket
 from moebook.methods.rivals import phatgoose, pi_tuning, table, tuning
 from moebook.methods.rocket.loras import Lora
@@ -183,9 +183,8 @@ def whole(
         f"whole/{target}": rows[: settings["whole_rows"]]
         for target, rows in pool.annotated.items()
     }
-    return rocket.bank.train(
-        model, tokenizer, own, **recipe | {"seed": settings["seed"]}
-    )
+    recipe |= kind(settings, model) | {"seed": settings["seed"]}
+    return rocket.bank.train(model, tokenizer, own, **recipe)
 
 
 def shipped(

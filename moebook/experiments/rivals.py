@@ -86,6 +86,7 @@ def _needs(
     if any(arm.rival == "phatgoose" for arm in arms.values()):
         yield from needs.more_than_a_step(settings, "gate_steps", of=" of a gate")
     bank = members(settings)
+    yield from _sources(settings, arms, bank or [])
     searches = settings["searches"]
     for name, arm in arms.items():
         if arm.rival != "lorahub":
@@ -94,9 +95,27 @@ def _needs(
             size, parameter = settings["experts"], "experts"
         elif bank:
             size, parameter = len(bank), "members"
+            if settings["bank_folder"] and not settings["members"]:
+                parameter = "bank_folder"
         else:  # a folder alone tells
             continue
         if searches < size + BEYOND:
             over = f"{size} LoRAs ({parameter} = {settings[parameter]!r})"
             least = f"the search of {name} over {over} takes {size + BEYOND} at least"
             yield f"searches = {searches}: {least}; give more, or leave {name} out of arms"
+
+
+def _sources(
+    settings: Settings, arms: Mapping[str, table.Arm], bank: Iterable[str]
+) -> Iterator[str]:
+    """Complain about arms that take rows of each LoRA, where the bank is a stranger's."""
+    takers = [name for name, arm in arms.items() if arm.rival in OWN["source_rows"]]
+    known = rocket.bank.SETS
+    if settings["source"] == "embedded":
+        known = dict.fromkeys(rocket.bank.EMBEDDED)
+    without = [name for name in bank if name not in known]
+    if settings["bank_folder"] and takers and without:
+        why = f"{', '.join(takers)} take the rows that each LoRA was trained on"
+        lack = f"of {without[0]!r} none are known"
+        where = f"bank_folder = {settings['bank_folder']!r}"
+        yield f"{where}: {why}, and {lack}; leave them out of arms"

@@ -60,7 +60,7 @@ def idle(settings: Settings, arms: Mapping[str, Arm | None]) -> Idle:
     """Tell which parameters have no effect on these arms."""
     if not makes_bank(settings):
         yield (
-            "bank_rows bank_epochs bank_rate",
+            "bank_rows bank_epochs bank_rate bank_rank",
             "the LoRAs of the bank are there already",
         )
     if len(lists.rates("rates", settings["rates"])) == 1:
@@ -178,6 +178,9 @@ def on_a_bank(settings: Settings) -> Iterator[str]:
             yield f"shots = {settings['shots']}: {why}; {remedy}"
     benchmarks = settings["benchmarks"].split(",") if settings["benchmarks"] else []
     yield from complaint("", rocket.pipeline.tested, names, benchmarks)
+    if settings["bank_folder"] and not makes_bank(settings):
+        where = f"bank_folder = {settings['bank_folder']!r}"
+        yield from complaint(where, rocket.loras.folders, settings["bank_folder"])
     if settings["members"]:
         yield from needs.named({"members": settings["members"]})
     if settings["members"] and not settings["bank_folder"]:
@@ -222,7 +225,17 @@ def choice(settings: Settings, bank: Sequence[str]) -> Iterator[str]:
 
 
 def members(settings: Settings) -> list[str] | None:
-    """Return the names of the LoRAs that a notebook works with; None where a folder tells."""
+    """Return the names of the LoRAs that a notebook works with.
+
+    None where a folder is still to be filled, or holds no LoRA, of which others complain.
+    """
     if settings["members"]:
         return list(settings["members"].split(","))
-    return None if settings["bank_folder"] else list(rocket.bank.EMBEDDED)
+    if not settings["bank_folder"]:
+        return list(rocket.bank.EMBEDDED)
+    if makes_bank(settings):
+        return None
+    try:
+        return [path.name for path in rocket.loras.folders(settings["bank_folder"])]
+    except Refusal:
+        return None

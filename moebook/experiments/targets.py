@@ -26,6 +26,7 @@ from moebook.experiments.rocket import main
 from moebook.methods import rocket
 from moebook.methods.rocket.loras import Lora
 from moebook.methods.rocket.pipeline import Arm, Case
+from moebook.models.checkpoint import fingerprint
 from moebook.training import History, batches
 
 LONGEST = 1024  # tokens of a row
@@ -129,6 +130,18 @@ def load_bank(settings: Settings, model: nn.Module, tokenizer: Any) -> dict[str,
     )
 
 
+def kind(settings: Settings, model: nn.Module) -> dict[str, Any]:
+    """Return rank and layers of the bank's LoRAs, which those of the targets' own sets share.
+
+    They are told by the bank's folder, once it is filled: a stranger's may differ from ours.
+    """
+    if not settings["bank_folder"]:
+        return {}
+    first = rocket.loras.folders(settings["bank_folder"])[0]
+    lora = rocket.loras.read(first, model, fingerprint(model))
+    return {"rank": lora.rank, "targets": lora.targets}
+
+
 def several(settings: Settings) -> list[float]:
     """Return the learning rates to choose from; none where only one is given."""
     rates = lists.rates("rates", settings["rates"])
@@ -164,7 +177,7 @@ def whole(
     if settings["source"] == "embedded":
         recipe |= rocket.bank.RECIPE
     recipe |= {name: settings[name] for name in ("accumulate", "optimizer", "seed")}
-    recipe["rank"] = settings["bank_rank"]
+    recipe |= kind(settings, model)
     if not rates:
         return rocket.bank.train(model, tokenizer, own, **recipe), {}
 

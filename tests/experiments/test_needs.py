@@ -310,3 +310,30 @@ def test_what_can_run_is_let_through(name, changes):
 def test_every_protocol_passes_its_own_check(name):
     for protocol in notebook(name).protocols:
         experiments.check(name, given(name, protocol))
+
+
+def test_a_filled_bank_folder_says_what_there_is_to_choose_from(tmp_path):
+    for name in ("sums", "gcd", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").touch()
+    few = {
+        "bank_folder": str(tmp_path),
+        "members": "",
+        "candidates": 4,
+        "shots": 4,
+    }
+    words = "E-RANGE: candidates = 4: the whole bank holds 3; take 3 or less"
+    refused(words, experiments.check, "rocket", given("rocket", **few, arms="mixture"))
+    few |= {"candidates": 3, "searches": 4}
+    words = "searches = 4: .* over 3 LoRAs .bank_folder = .* takes 5 at least"
+    refused(words, experiments.check, "rivals", given("rivals", **few, arms="lorahub"))
+    few["searches"] = 5
+    experiments.check("rivals", given("rivals", **few, arms="random,lorahub"))
+    words = "bank_folder = .*: .*phatgoose.* take the rows .* of 'mine' none are known"
+    for arms in ("phatgoose", "all"):
+        refused(words, experiments.check, "rivals", given("rivals", **few, arms=arms))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").touch()
+    few["bank_folder"] = str(tmp_path / "empty")
+    words = "E-RANGE: bank_folder = .*: .* holds no LoRA"
+    refused(words, experiments.check, "rivals", given("rivals", **few, arms="random"))

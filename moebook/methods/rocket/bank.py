@@ -328,17 +328,18 @@ def targets(
         unknown = f"no test rows are known for '{name}';"
         refuse_unknown(name, TESTED, "E-DATA", unknown)
     left = "train" if split == "test" else "rest"
-    annotated: dict[str, list[Row]] = {}
-    held_out: dict[str, list[Row]] = {}
-    for target in names:
-        if target in on_hub:
-            annotated[target] = source_rows(target, pins[target])
-            held_out[target] = source_rows(target, pins[target], TESTED[target])
-        else:
-            task = tasks.find(target) if isinstance(target, str) else target
-            annotated[task.name] = task.rows(left, task.available(left))
-            held_out[task.name] = task.rows(split, task.available(split))
-    return annotated, held_out
+
+    def drawn(of_own: str, of_hub: Mapping[str, str]) -> dict[str, list[Row]]:
+        rows: dict[str, list[Row]] = {}
+        for target in names:
+            if target in on_hub:
+                rows[target] = source_rows(target, pins[target], of_hub.get(target, ""))
+            else:
+                task = tasks.find(target) if isinstance(target, str) else target
+                rows[task.name] = task.rows(of_own, task.available(of_own))
+        return rows
+
+    return drawn(left, {}), drawn(split, TESTED)
 
 
 @checked

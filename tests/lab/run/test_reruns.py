@@ -13,6 +13,7 @@ import pytest
 from moebook.errors import Refusal
 from moebook.lab.run.session import NOTE, VALUE
 from moebook.training import loop
+from tests.book import own
 from tests.experiments import draws
 from tests.experiments.test_effects import IDLE
 
@@ -43,6 +44,28 @@ OWN = {
         "new": "chosen.jsonl",
         "arms": "full,lora",
         "again": "lora",
+    },
+}
+# What strangers bring: weights, a bank of LoRAs, rows.
+STRANGERS = {
+    "rocket": {
+        "base": "my-model",
+        "bank_folder": "my-loras",
+        "targets": "train.jsonl",
+        "arms": "mixture,random_lora,perplexity,expert_lora",
+    },
+    "rivals": {
+        "base": "my-model",
+        "bank_folder": "my-loras",
+        "targets": "train.jsonl",
+        "arms": "rocket,random,smear,lorahub,arrow,expert_lora",
+    },
+    "esft": {"base": "my-moe", "tasks": "train.jsonl", "arms": "gate,lora"},
+    "pesc": {
+        "base": "my-model",
+        "mix": "train.jsonl",
+        "tasks": "test.jsonl",
+        "arms": "sparse",
     },
 }
 DRAWS = 60  # of parameters, in `make soak`
@@ -112,6 +135,14 @@ def rerun(here, monkeypatch):
     return run
 
 
+@pytest.fixture(scope="session")
+def strangers(tmp_path_factory):
+    """Models by transformers alone, LoRAs by PEFT alone, and rows."""
+    folder = tmp_path_factory.mktemp("strangers")
+    own.make(folder)
+    return folder
+
+
 @pytest.fixture
 def own_files(tmp_path):
     """Two files of a user's: answers to write, and choices to make."""
@@ -144,6 +175,20 @@ def test_tasks_of_a_users_own_files_run(case, rerun, own_files):
     # Every arm chooses its rate by rows that no arm is trained on.
     rates = {"rates": "0.005,0.01", "valid_rows": 4} if name == "rocket" else {}
     assert rerun(name, placed | rates) is None
+
+
+@pytest.mark.parametrize("case", drawn(STRANGERS.items()))
+def test_a_strangers_model_loras_and_rows_run(case, rerun, strangers):
+    name, changed = case
+    places = {
+        parameter: ",".join(str(strangers / part) for part in text.split(","))
+        for parameter, text in changed.items()
+        if parameter != "arms"
+    }
+    bank = {"members": "", "valid_rows": 4} if name in ("rocket", "rivals") else {}
+    if name == "rivals":
+        bank["searches"] = 7  # of five LoRAs, and two
+    assert rerun(name, changed | places | bank) is None
 
 
 @pytest.mark.parametrize("number", drawn(range(DRAWS)))
