@@ -105,6 +105,19 @@ def test_every_page_runs_with_the_core_alone(tmp_path):
         assert line.startswith("E-DEP: ") and line.endswith(command.format(extra))
 
 
+@pytest.mark.soak
+def test_every_page_runs_on_models_of_somebodys(tmp_path):
+    """Of their own vocabulary, sizes and weights: the project's bases, as transformers saves them."""
+    bases = BOOK.parent / "moebook" / "models"
+    own.make(tmp_path, bases / "nano", bases / "nano-moe")
+    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "not core"]
+    paths = {**os.environ, "MOEBOOK_OWN": str(tmp_path)}
+    ran = subprocess.run(
+        command, cwd=BOOK.parent, env=paths, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:]
+
+
 def test_a_dense_model_is_crafted_trained_saved_loaded_and_asked(place):
     names = run("own_pesc")
     assert pesc.adapter_norm(names["model"]) > 0
