@@ -107,7 +107,7 @@ def test_every_page_runs_with_the_core_alone(tmp_path):
 
 @pytest.mark.soak
 def test_every_page_runs_on_models_of_somebodys(tmp_path):
-    """Of their own vocabulary, sizes and weights: the project's bases, as transformers saves them."""
+    """Of another vocabulary, shape and training: the project's bases."""
     bases = BOOK.parent / "moebook" / "models"
     own.make(tmp_path, bases / "nano", bases / "nano-moe")
     command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "not core"]
