@@ -110,9 +110,9 @@ def _sources(
 ) -> Iterator[str]:
     """Complain about arms that take rows of each LoRA, where the bank is a stranger's."""
     takers = [name for name, arm in arms.items() if arm.rival in OWN["source_rows"]]
-    known = rocket.bank.SETS
+    known = list(rocket.bank.SETS)
     if settings["source"] == "embedded":
-        known = dict.fromkeys(rocket.bank.EMBEDDED)
+        known = rocket.bank.EMBEDDED
     without = [name for name in bank if name not in known]
     if settings["bank_folder"] and takers and without:
         why = f"{', '.join(takers)} take the rows that each LoRA was trained on"
