@@ -18,15 +18,16 @@ from torch import nn
 
 from moebook.data import tasks
 from moebook.errors import Refusal, nearest, refuse
-from moebook.experiments import needs
+from moebook.experiments import needs, pipeline
 from moebook.experiments.arm import Complaints, Settings, asked, refuse_complaints
 from moebook.experiments.experiment import Recorder
+from moebook.experiments.pipeline import Arm
 from moebook.experiments.rocket import SIZES, annotated, choice, encoder_there
 from moebook.methods import rocket
 from moebook.methods.rocket.augment import Encoder
 from moebook.methods.rocket.bank import Bank, Row
+from moebook.methods.rocket.case import Case
 from moebook.methods.rocket.loras import Lora
-from moebook.methods.rocket.pipeline import Arm, Case
 
 # Kind of bank to whether each of its LoRAs starts from an A of its own.
 KINDS = {
@@ -59,7 +60,7 @@ def _by(**changes: Any) -> Callable[[Cases, str, Bank, rocket.Config], tuple[str
         cases: Cases, kind: str, bank: Bank, config: rocket.Config
     ) -> tuple[str, ...]:
         arm = Arm(config=config, **changes)
-        return rocket.pipeline.selected(cases[kind], arm, bank).experts
+        return pipeline.selected(cases[kind], arm, bank).experts
 
     return chosen
 
@@ -190,7 +191,7 @@ def score(
     config = main(settings)
     cases = {}
     for kind, bank in banks.items():
-        cases[kind] = rocket.pipeline.score_bank(
+        cases[kind] = rocket.case.score_bank(
             model, tokenizer, bank, encoder, rows, config, task=task, seed=shots_seed
         )
     return cases
@@ -222,8 +223,8 @@ def rankings(case: Case, bank: Bank, config: rocket.Config) -> pd.DataFrame:
     where it is no candidate. ``R_answers`` ranks by the perplexity of the answers alone.
     """
     arm = Arm(config=config)
-    selection = rocket.pipeline.selected(case, arm, bank)
-    bare = rocket.pipeline.selected(case, replace(arm, rationales=False), bank)
+    selection = pipeline.selected(case, arm, bank)
+    bare = pipeline.selected(case, replace(arm, rationales=False), bank)
     table = selection.candidates.copy()
     table["R_answers"] = bare.candidates["R_P"]
     diversity = selection.groups.explode("members").groupby("members")["R_D"].min()

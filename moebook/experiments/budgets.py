@@ -5,22 +5,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from moebook import data, evaluation, lists, together, training
 from moebook.data.mixtures import Row
-from moebook.experiments import rates
+from moebook.experiments import crafts, rates
 from moebook.experiments.arm import Settings
+from moebook.experiments.crafts import Bank
 from moebook.experiments.experiment import Recorder
 from moebook.experiments.rates import Rates
+from moebook.experiments.together import Arm
+from moebook.methods import rocket
+from moebook.methods.rocket.loras import Lora, linears
+from moebook.together import Setup, budget, combining
+from moebook.training import History
 
 TIMED = ("step", "token", "peak", "flops")  # what is recorded over the first arm's
 WHAT = {
@@ -81,12 +89,12 @@ def setup(
     *,
     sparse: bool,
     bf16: bool,
-) -> together.Setup:
+) -> Setup:
     """Bring together what all arms share: the base, the rows, sizes, and the recipe."""
     names = "parameters adapters copies experts top_k shots threshold".split()
     sizes = {name: settings[name] for name in names}
     recipe = {name: settings[name] for name in ("batch", "schedule", "warmup", "clip")}
-    return together.Setup(
+    return Setup(
         model,
         tokenizer,
         pool.train,
@@ -99,10 +107,89 @@ def setup(
 
 
 @dataclass(frozen=True)
+class Trained:
+    """An arm after its training, and what that took."""
+
+    model: nn.Module
+    histories: tuple[History, ...]  # of its stages, the bank's left out
+    spent: float  # of the budget, in its unit
+    count: int  # parameters that trained last
+    bank: Bank = field(default_factory=dict)
+
+
+def train(
+    setup: Setup, arm: Arm, *, lr: float, amount: float, kind: budget.Kind = "tokens"
+) -> Trained:
+    """Make an arm and train it until the amount, of tokens or of FLOPs, is spent."""
+    bank: Bank = {}
+    spent = 0.0
+    if arm.bank:
+        bank, spent = _train_bank(setup, arm, lr, amount / 2, kind)
+    with torch.random.fork_rng():
+        torch.manual_seed(setup.seed)
+        model = arm.make(setup, deepcopy(setup.base), bank)
+
+    def train_until(part: float) -> History:
+        nonlocal spent
+        price = budget.price(kind, model, setup.batches(setup.encoded), arm.penalty)
+        steps, paid = budget.affordable(price, part - spent)
+        spent += paid
+        return setup.fit(model, setup.encoded, lr=lr, steps=steps, penalty=arm.penalty)
+
+    histories: list[History] = []
+    if arm.later:
+        histories.append(train_until(amount / 2))
+        model = arm.later(setup, model)
+    histories.append(train_until(amount))
+    return Trained(model, tuple(histories), spent, combining.trained(model), bank)
+
+
+def _train_bank(
+    setup: Setup, arm: Arm, lr: float, amount: float, kind: budget.Kind
+) -> tuple[Bank, float]:
+    """Train a LoRA a task, all for as many steps, until the amount is spent."""
+    rank = crafts.bank_rank(setup, arm.bank, chosen=arm.chosen, gates=arm.gates)
+    alone = deepcopy(setup.base)
+    if kind == "flops":
+        config = rocket.Config.preset("fixed", experts=1, top_k=1, lora_dropout=0.0)
+        rocket.apply.build(alone, [_blank(setup.base, arm.bank, rank)], config)
+    prices = [
+        budget.price(kind, alone, setup.batches(setup.encode(rows)), None)
+        for rows in setup.rows.values()
+    ]
+    steps, spent = budget.affordable(
+        lambda step: sum(price(step) for price in prices), amount
+    )
+    bank = rocket.bank.train(
+        deepcopy(setup.base),
+        setup.tokenizer,
+        setup.rows,
+        rank=rank,
+        alpha=float(rank),
+        targets=arm.bank,
+        seed=setup.seed,
+        format=setup.format,
+        max_length=setup.max_length,
+        **{**setup.recipe_of(steps), "lr": lr},
+    )
+    return bank, spent
+
+
+def _blank(model: nn.Module, targets: Sequence[str], rank: int) -> Lora:
+    """Return a LoRA of zeros, which takes the FLOPs of one."""
+    down: dict[str, Tensor] = {}
+    up: dict[str, Tensor] = {}
+    for path, layer in linears(model, targets).items():
+        down[path] = torch.zeros(rank, layer.in_features)
+        up[path] = torch.zeros(layer.out_features, rank)
+    return Lora("blank", rank, float(rank), down, up)
+
+
+@dataclass(frozen=True)
 class Result:
     """What became of an arm."""
 
-    trained: together.Trained
+    trained: Trained
     answers: pd.DataFrame  # a row a test item, each task weighted alike
 
 
@@ -111,9 +198,9 @@ class Budgets:
     """Arms on one base; each may spend the tokens, or the FLOPs, of full fine-tuning."""
 
     settings: Settings
-    setup: together.Setup
-    arms: Mapping[str, together.Arm]  # that were asked for
-    known: Mapping[str, together.Arm]
+    setup: Setup
+    arms: Mapping[str, Arm]  # that were asked for
+    known: Mapping[str, Arm]
     pool: Pool
     root: str  # below which values are recorded
 
@@ -124,7 +211,7 @@ class Budgets:
         model = self.setup.base.requires_grad_(True)
         amounts: dict[str, float] = {}
         for kind in together.KINDS:
-            price = together.budget.price(kind, model, order, None)
+            price = budget.price(kind, model, order, None)
             amounts[kind] = sum(price(step) for step in range(self.settings["steps"]))
         return amounts
 
@@ -154,7 +241,7 @@ class Budgets:
 
         def loss(name: str, rate: float) -> float:
             amount = self.settings["rate_share"] * self.amounts["tokens"]
-            done = together.train(self.setup, self.arms[name], lr=rate, amount=amount)
+            done = train(self.setup, self.arms[name], lr=rate, amount=amount)
             by_task = [
                 training.nats(done.model, part, pad_id=self.setup.pad_id)
                 for part in self.valid
@@ -167,7 +254,7 @@ class Budgets:
 
     def run(self, name: str, rate: float) -> Result:
         """Train an arm until the tokens are spent, and test it."""
-        trained = together.train(
+        trained = train(
             self.setup, self.arms[name], lr=rate, amount=self.amounts["tokens"]
         )
         return Result(trained, self.test(trained.model))
@@ -175,7 +262,7 @@ class Budgets:
     def run_again(self, name: str, best: Rates) -> Result:
         """Train an arm until the FLOPs are spent, at the rate that was chosen for it, if any."""
         first = lists.rates("rates", self.settings["rates"])[0]
-        trained = together.train(
+        trained = train(
             self.setup,
             self.known[name],
             lr=best.by_arm.get(name, first),
@@ -198,7 +285,7 @@ def record(run: Recorder, experiment: Budgets, name: str, result: Result) -> Non
         run.record(f"{place}/budget/parameters", off["parameters"], "ratio")
 
 
-def spent(experiment: Budgets, name: str, done: together.Trained) -> dict[str, float]:
+def spent(experiment: Budgets, name: str, done: Trained) -> dict[str, float]:
     """Return by which share an arm is off its budgets; parameters count where its size is free."""
     off = {"tokens": done.spent / experiment.amounts["tokens"] - 1}
     if experiment.arms[name].sized:
@@ -246,12 +333,12 @@ def after(
         lost = together.forgotten(model, setup.base, plain, pad_id=setup.pad_id)
         first, last = together.transfer(
             setup,
-            experiment.arms[name],
             model,
             few,
             ask,
             lr=best[name],
             steps=settings["new_steps"],
+            penalty=experiment.arms[name].penalty,
         )
         lines[name] = {"forgotten": lost, "new/before": first, "new/after": last}
         for what, nats in lines[name].items():
@@ -266,7 +353,8 @@ def costs(
     if not experiment.settings["timed"]:
         return pd.DataFrame()
     models = {name: result.trained.model for name, result in results.items()}
-    table = together.costs(experiment.setup, models, experiment.arms)
+    penalties = {name: arm.penalty for name, arm in experiment.arms.items()}
+    table = together.costs(experiment.setup, models, penalties)
     first = table.iloc[0]
     for name, what in product(table.index, TIMED):
         ratio = table.loc[name, what] / first[what]

@@ -17,14 +17,15 @@ from torch import nn
 
 from moebook import data, evaluation, lists, runtime, training
 from moebook.data import hub
+from moebook.experiments import pipeline
 from moebook.experiments import rocket as checks
 from moebook.experiments.arm import Settings
 from moebook.experiments.experiment import Recorder
 from moebook.experiments.targets import LONGEST, Pool, kind
 from moebook.methods import rocket
 from moebook.methods.rivals import phatgoose, pi_tuning, table, tuning
+from moebook.methods.rocket.case import Case
 from moebook.methods.rocket.loras import Lora
-from moebook.methods.rocket.pipeline import Case
 from moebook.training import batches
 
 WHAT = {
@@ -105,7 +106,7 @@ def prepare(
     """Let Rocket choose experts and open rows for each target, of a bank without leaks."""
     sizes = {name: settings[name] for name in checks.SIZES}
     main = rocket.Config.preset("fixed", **sizes)
-    mixture = rocket.pipeline.Arm(config=main)
+    mixture = pipeline.Arm(config=main)
     pad_id = tokenizer.pad_token_id or 0
     clean = {
         target: rocket.bank.guarded(
@@ -120,7 +121,7 @@ def prepare(
     valid: dict[str, Any] = {}
     for target in pool.tested:
         annotated = pool.annotated[target]
-        cases[target] = rocket.pipeline.score_bank(
+        cases[target] = rocket.case.score_bank(
             model,
             tokenizer,
             clean[target],
@@ -130,9 +131,9 @@ def prepare(
             task=target,
             seed=settings["seed"],
         )
-        names = rocket.pipeline.experts(cases[target], mixture, clean[target], best="")
+        names = pipeline.experts(cases[target], mixture, clean[target], best="")
         chosen[target] = {name: bank[name] for name in names}
-        rows = rocket.pipeline.rows(cases[target], mixture, pool.open, vectors)
+        rows = pipeline.rows(cases[target], mixture, pool.open, vectors)
         used = {row["prompt"] for row in rows}
         spare = [row for row in annotated if row["prompt"] not in used]
         shots, near, last = (

@@ -1,35 +1,197 @@
-"""ESFT's arms and what they need; how each is made and trained `moebook.methods.esft` says."""
+"""ESFT's arms: ESFT, full fine-tuning and LoRA, their sizes, how each starts, what they need."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
 
 import torch
+from pydantic import Field, SkipValidation
+from torch import Tensor, nn
 
+from moebook import lists
 from moebook.data import hub, tasks
-from moebook.errors import Refusal, nearest
+from moebook.errors import Refusal, nearest, refuse, refuse_unknown
 from moebook.experiments import effects, needs, rates
 from moebook.experiments.arm import Settings, asked, complaint, refuse_complaints
 from moebook.experiments.effects import Idle
 from moebook.methods import esft
-from moebook.methods.esft.arms import Arm
+from moebook.methods.esft.config import Score
+from moebook.methods.esft.score import Scores
 from moebook.models.anatomy import anatomy
 from moebook.models.skeleton import configuration, skeleton
+from moebook.settings import Each, checked
 
 LISTS = ("general", "alignment")
 COLON = re.compile("(?<!^[A-Za-z]):")  # none behind the letter of a drive
+RANKS = 512  # the largest rank of LoRA in the paper's sweep (Sec. 6.2)
+
+
+Amount = Annotated[int | float, Field(gt=0, le=10**6)]  # ranks stay whole
+Tried = Mapping[str, Each[Amount]]  # by method, smallest first
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One training among those that are compared."""
+
+    method: str  # fft, lora, or the score that chooses experts, token or gate
+    size: float = 1  # rank of LoRA or threshold of the score
+    # As many random experts stand for those that the score chooses.
+    random: bool = False
+    attention: bool = False  # LoRA adapts attention alone, no expert
+    group: int = 1  # experts that share a gate
+    main: bool = True  # runs on every task; else on the first one
 
 
 def known(settings: Settings) -> dict[str, Arm]:
     """Return all arms by name: which there are the parameters of the sweeps say."""
-    return esft.arms(sweep(settings), usual(settings))
+    return arms(sweep(settings), usual(settings))
 
 
 def sweep(settings: Settings) -> dict[str, list[float]]:
-    """Return the sizes that vary, by method."""
-    names = ("thresholds_gate", "thresholds_token", "ranks", "group_sizes")
-    return esft.sweep(*(settings[name] for name in names))
+    """Read the sizes that vary (Fig. 6 and 7), by method: rising numbers with commas between.
+
+    Gate thresholds and ranks are compared place by place, so there must be as many.
+    """
+    tried = {
+        "gate": _rising(settings, "thresholds_gate", above=0, most=1),
+        "token": _rising(settings, "thresholds_token", above=0, most=1),
+        "lora": _whole(settings, "ranks", above=0, most=RANKS),
+        "groups": _whole(settings, "group_sizes", above=1, most=math.inf),
+    }
+    if len(tried["gate"]) != len(tried["lora"]):
+        gates = f"thresholds_gate is '{settings['thresholds_gate']}'"
+        ranks = f"ranks '{settings['ranks']}'"
+        wanted = "expected as many of both, which are compared in turn"
+        refuse("E-RANGE", f"{gates} and {ranks}; {wanted}")
+    return tried
+
+
+def _rising(settings: Settings, name: str, *, above: float, most: float) -> list[float]:
+    """Read rising numbers with commas between, one at least."""
+    text = settings[name]
+    values = lists.numbers(name, text)
+    inside = all(above < value <= most for value in values)
+    if not values or not inside or values != sorted(values):
+        limits = f"above {above}, at most {most}"
+        refuse("E-RANGE", f"{name} is '{text}', expected rising numbers {limits}")
+    return values
+
+
+def _whole(settings: Settings, name: str, *, above: float, most: float) -> list[float]:
+    """Read rising whole numbers with commas between, one at least."""
+    values = _rising(settings, name, above=above, most=most)
+    broken = [value for value in values if value != int(value)]
+    if broken:
+        refuse("E-RANGE", f"{name} lists {broken[0]:g}: expected whole numbers")
+    return [int(value) for value in values]
+
+
+@checked
+def arms(tried: Tried, usual: Mapping[str, Amount]) -> dict[str, Arm]:
+    """Return the arms by name: main ones of ``usual`` sizes, ``gate-0.3``, grouped ``gate-g2``."""
+    _check_methods("usual", usual, ["lora", *get_args(Score)])
+    _check_methods("tried", tried, ["lora", "groups", *get_args(Score)])
+    known = {
+        "fft": Arm("fft"),
+        "lora": Arm("lora", usual["lora"]),
+        "lora_attention": Arm("lora", usual["lora"], attention=True),
+    }
+    for score in get_args(Score):
+        known[score] = Arm(score, usual[score])
+        known[f"random_{score}"] = Arm(score, usual[score], random=True)
+    for method, names in budget(tried, usual).items():
+        for name, size in zip(names, tried[method], strict=True):
+            known.setdefault(name, Arm(method, size, main=False))
+    for size in map(int, tried["groups"]):
+        known[f"fft-g{size}"] = Arm("fft", group=size, main=False)
+        known[f"gate-g{size}"] = Arm("gate", usual["gate"], group=size, main=False)
+    return known
+
+
+def _check_methods(name: str, sizes: Mapping[str, Any], wanted: Iterable[str]) -> None:
+    missing = [method for method in wanted if method not in sizes]
+    if missing:
+        have = ", ".join(sizes) or "nothing"
+        expected = f"expected those of '{missing[0]}' too"
+        refuse("E-KEYS", f"{name} has sizes of {have}, {expected}")
+
+
+@checked
+def budget(tried: Tried, usual: Mapping[str, Amount]) -> dict[str, list[str]]:
+    """Return the names of Fig. 6's arms by method, smallest first; no value is trained twice."""
+    _check_methods("tried", tried, usual)
+    names: dict[str, list[str]] = {}
+    for method, main in usual.items():
+        names[method] = []
+        for size in tried[method]:
+            names[method].append(method if size == main else f"{method}-{size:g}")
+    return names
+
+
+@checked
+def plan(
+    arms: Mapping[str, Arm],
+    model: nn.Module,
+    drawn: SkipValidation[Mapping[str, Iterable[Mapping[str, Any]]]],
+    scores: Mapping[str, Scores],
+    together: SkipValidation[Mapping[int, Tensor]],
+    *,
+    preset: str,
+    scale: float,
+    seed: int,
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return what each arm's method is called with, by arm and task.
+
+    Main arms run on every task of ``scores``, the others on the first. Experts grouped by
+    ``together`` (from `cooccurrence`) are measured anew on the samples ``drawn`` for the task, on a
+    copy of the model. Random experts depend on score, task and seed.
+    """
+    calls: dict[tuple[str, str], dict[str, Any]] = {}
+    for name, arm in arms.items():
+        for task in list(scores) if arm.main else list(scores)[:1]:
+            if arm.method == "fft":
+                calls[name, task] = {}
+                continue
+            if arm.method == "lora":
+                rank = int(arm.size)
+                sizes = {"rank": rank, "scale": scale, "attention": arm.attention}
+                calls[name, task] = sizes
+                continue
+            config = esft.Config.preset(preset, score=arm.method, threshold=arm.size)
+            measured = scores[task]
+            groups = None
+            if arm.group > 1:
+                message = f"no samples are drawn for '{task}';"
+                refuse_unknown(task, drawn, "E-DATA", message)
+                bound = deepcopy(model)
+                groups = esft.group(bound, together, arm.group)
+                measured = esft.measure(bound, drawn[task], config)
+            selection = esft.select(measured, config, groups=groups)
+            if arm.random:
+                label = f"{arm.method}/{task}/{seed}"
+                selection = esft.random_selection(selection, measured.experts, label)
+            calls[name, task] = {"selection": selection}
+    return calls
+
+
+def start(
+    model: nn.Module, arm: Arm, given: Mapping[str, Any], together: Mapping[int, Tensor]
+) -> nn.Module:
+    """Return a copy of the base that is ready to train as an arm, with what `plan` has for it."""
+    tuned = deepcopy(model)
+    if arm.group > 1:
+        esft.group(tuned, together, arm.group)
+    if arm.method == "fft":
+        return esft.full(tuned)
+    if arm.method == "lora":
+        return esft.lora(tuned, **given)
+    return esft.specialise(tuned, **given)
 
 
 def usual(settings: Settings) -> dict[str, float]:

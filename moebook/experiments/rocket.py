@@ -1,10 +1,12 @@
-"""Rocket's arms and what they need; how each chooses and trains `methods.rocket.pipeline` says."""
+"""Rocket's arms and what they need; how each chooses and trains `experiments.pipeline` says."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,8 +16,8 @@ from moebook.errors import Refusal, nearest, refuse
 from moebook.experiments import effects, needs, rates
 from moebook.experiments.arm import Settings, asked, complaint, refuse_complaints
 from moebook.experiments.effects import Idle
+from moebook.experiments.pipeline import Arm
 from moebook.methods import rocket
-from moebook.methods.rocket.pipeline import Arm
 
 # Parameters that one arm alone takes.
 OWN = {
@@ -23,6 +25,8 @@ OWN = {
     "mixture": "repeats",
     "perplexity": "tuned",
 }
+# Arms that mix nothing: a LoRA of the target's own set; the bank's, each tuned alone.
+UNMIXED = ("expert_lora", "perplexity")
 SIZES = ("shots", "candidates", "experts", "top_k", "budget")
 
 
@@ -35,9 +39,56 @@ def main(settings: Settings) -> rocket.Config:
 def known(settings: Settings) -> dict[str, Arm | None]:
     """Return all arms by name: which there are the sizes say, of which some are refused."""
     try:
-        return rocket.pipeline.arms(main(settings), strict=settings["strict"])
+        return arms(main(settings), strict=settings["strict"])
     except Refusal as refusal:
         refuse("E-RANGE", refusal.message)
+
+
+def arms(config: rocket.Config, *, strict: float) -> dict[str, Arm | None]:
+    """Return all arms of the study by name, without those that the settings do not allow.
+
+    Vanilla comparisons (Table 1), other experts (Table 2), data (Table 3), samplers, budgets C and
+    thresholds (Figures 9, 10), and K, N and k (Tables 4, 6, 7). None stands for the `UNMIXED`.
+    """
+    single = replace(config, experts=1, top_k=1)
+    budgets = (max(1, config.budget // 3), config.budget * 4)
+    experts = [n for n in (2, 6, 8) if config.top_k <= n <= config.candidates]
+    study: dict[str, Arm | None] = {
+        "mixture": Arm(config=config),
+        "source_best_sft": Arm(config=config, by=("best",)),
+        "random_lora": Arm(config=single, by=("random",)),
+        "random_experts": Arm(config=config, by=("random",)),
+        "experts_by_perplexity": Arm(config=config, by=("perplexity",)),
+        "experts_by_accuracy": Arm(config=config, by=("accuracy",)),
+        "experts_without_diversity": Arm(config=config, by=("perplexity", "accuracy")),
+        "experts_normalised": Arm(config=replace(config, ranking="normalised")),
+        "experts_identical": Arm(config=config, by=("perplexity",), identical=True),
+        "shots_only": Arm(config=config, open_data=False),
+    }
+    changes: dict[str, dict[str, Any]] = {
+        "random_data": {"sampler": "random"},
+        "data_with_duplicates": {"duplicates": "keep"},
+        "data_by_kde": {"sampler": "kde", "gamma": 10.0},
+        "data_by_narrower_kde": {"sampler": "kde", "gamma": 2.0},
+        "data_by_hull": {"sampler": "hull"},
+        "data_by_repr_filter": {"duplicates": "repr"},
+        **{f"budget{c}": {"budget": c} for c in budgets},
+        "data_strictly_deduplicated": {"threshold": strict},
+        **{f"shots{n}": {"shots": n} for n in (1, 5, 20) if n < config.shots},
+        **{f"experts{n}": {"experts": n} for n in experts},
+        **{f"selected{n}": {"top_k": n} for n in (1, 3, 4) if n <= config.experts},
+    }
+    for name, change in changes.items():
+        study[name] = Arm(config=replace(config, **change))
+    return study | dict.fromkeys(UNMIXED)
+
+
+def tested(targets: Sequence[str], benchmarks: Sequence[str]) -> dict[str, str]:
+    """Return what evaluates each target: the benchmarks in their order, or itself without any."""
+    if benchmarks and len(benchmarks) != len(targets):
+        given = f"benchmarks has {len(benchmarks)} names, targets has {len(targets)}"
+        refuse("E-RANGE", f"{given}: give one a target, in the targets' order")
+    return dict(zip(targets, benchmarks or targets, strict=True))
 
 
 def check(
@@ -177,7 +228,7 @@ def on_a_bank(settings: Settings) -> Iterator[str]:
             remedy = f"take 1 to {count - 1}" if count > 1 else "give it more"
             yield f"shots = {settings['shots']}: {why}; {remedy}"
     benchmarks = settings["benchmarks"].split(",") if settings["benchmarks"] else []
-    yield from complaint("", rocket.pipeline.tested, names, benchmarks)
+    yield from complaint("", tested, names, benchmarks)
     if settings["bank_folder"] and not makes_bank(settings):
         where = f"bank_folder = {settings['bank_folder']!r}"
         yield from complaint(where, rocket.loras.folders, settings["bank_folder"])

@@ -14,6 +14,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas as pd
+from accelerate.utils import send_to_device
 from torch import nn
 
 from moebook import data, evaluation, lists, runtime, training
@@ -23,17 +24,19 @@ from moebook.data.tasks import Task
 from moebook.experiments import esft as checks
 from moebook.experiments import rates
 from moebook.experiments.arm import Settings
+from moebook.experiments.esft import Arm
 from moebook.experiments.experiment import Recorder
 from moebook.experiments.rates import Rates
 from moebook.methods import esft
-from moebook.methods.esft.arms import Arm
 from moebook.methods.esft.choose import Selection
 from moebook.methods.esft.compare import Front
 from moebook.methods.esft.score import Scores
 from moebook.training import History
+from moebook.training.batches import Batches
 
 FORMAT = "deepseek"  # the chat format of the paper's released code
 BETAS = (0.9, 0.95)  # of AdamW, as in that code
+STEPS = 9  # of the short run that `cost` times; the first one, which warms up, is not counted
 USUAL_RATES = {
     "fft": "lr_fft",
     "lora": "lr_lora",
@@ -214,7 +217,7 @@ class Specialists:
     @cached_property
     def plan(self) -> dict[Key, dict[str, Any]]:
         """What each arm's method is called with, by arm and task."""
-        return esft.plan(
+        return checks.plan(
             self.arms,
             self.model,
             self.drawn,
@@ -237,7 +240,7 @@ class Specialists:
     def start(self, name: str, task: str) -> nn.Module:
         """Return a copy of the base, ready to train as an arm."""
         given = self.plan[name, task]
-        return esft.start(self.model, self.arms[name], given, self.together)
+        return checks.start(self.model, self.arms[name], given, self.together)
 
     def test(self, model: nn.Module, names: Sequence[str], limit: int) -> Any:
         """Test a model on some tasks: a row an item."""
@@ -438,6 +441,27 @@ def fronts(
     return found
 
 
+def cost(model: nn.Module, train: datasets.Dataset, **recipe: Any) -> dict[str, float]:
+    """Train `STEPS` steps of a recipe for `training.fit`; count what one holds (Fig. 4).
+
+    ``time`` is the median step in seconds; in bytes ``peak_memory`` of a step, ``resident``
+    (weights, buffers), ``optimizer`` (AdamW's two moments) and ``storage`` (what trains).
+    """
+    order = Batches(
+        train, recipe["batch"], seed=recipe["seed"], pad_id=recipe["pad_id"]
+    )
+    inputs = send_to_device(order[0], next(model.parameters()).device)
+    memory = training.step_memory(model.train(), inputs)
+    seconds = training.fit(model, train, **recipe | {"steps": STEPS}).seconds
+    return {
+        "time": float(np.median(np.diff(seconds))),
+        "peak_memory": memory.total,
+        "resident": memory.parameters,
+        "optimizer": 2 * memory.trained // 3,
+        "storage": memory.trained // 3,
+    }
+
+
 def costs(run: Recorder, experiment: Specialists) -> pd.DataFrame:
     """Measure short runs of the main arms on the first task, and record them over ``fft``'s."""
     task = experiment.first
@@ -445,7 +469,7 @@ def costs(run: Recorder, experiment: Specialists) -> pd.DataFrame:
     for name in experiment.main:
         if experiment.arms[name].random:
             continue
-        lines[name] = esft.cost(
+        lines[name] = cost(
             experiment.start(name, task),
             experiment.mixes.mixed[task],
             lr=experiment.settings["lr_fft"],
@@ -469,7 +493,7 @@ def record_budget(
     for (name, task), result in results.items():
         run.record(f"esft/{name}/{task}/trained", result.trained / whole, "ratio")
     hits = _hits(experiment, results)
-    budget = esft.budget(checks.sweep(settings), checks.usual(settings))
+    budget = checks.budget(checks.sweep(settings), checks.usual(settings))
     for place, arm in {"default": "gate", "largest": budget["gate"][-1]}.items():
         if arm in hits:
             right = hits[arm]

@@ -20,12 +20,14 @@ from moebook.analysis import routing
 from moebook.data import hub, tasks
 from moebook.data.mixtures import Row
 from moebook.data.tasks import Task
+from moebook.experiments import pipeline
+from moebook.experiments import rocket as checks
 from moebook.experiments.arm import Settings
 from moebook.experiments.experiment import Recorder
-from moebook.experiments.rocket import main
+from moebook.experiments.pipeline import Arm
 from moebook.methods import rocket
+from moebook.methods.rocket.case import Case
 from moebook.methods.rocket.loras import Lora
-from moebook.methods.rocket.pipeline import Arm, Case
 from moebook.models.checkpoint import fingerprint
 from moebook.training import History, batches
 
@@ -105,7 +107,7 @@ def rows(settings: Settings) -> Pool:
         settings["pool_sets"], settings["pool_rows"], source, pins
     )
     benchmarks = settings["benchmarks"]
-    tested = rocket.pipeline.tested(names, benchmarks.split(",") if benchmarks else [])
+    tested = checks.tested(names, benchmarks.split(",") if benchmarks else [])
     others = [test for test in tested.values() if test not in own]
     evaluation.load(others, folder)  # what it refuses, it refuses now
     for target in names:
@@ -265,7 +267,7 @@ class Targets:
 
     def experts(self, target: str, name: str) -> tuple[str, ...]:
         """Name the LoRAs that an arm starts from."""
-        return rocket.pipeline.experts(
+        return pipeline.experts(
             self.cases[target],
             self.mixed[name],
             self.clean[target],
@@ -275,9 +277,7 @@ class Targets:
     def rows(self, target: str, name: str) -> Sequence[Mapping[str, str]]:
         """Return the shots and the open rows that an arm is tuned on."""
         case = self.cases[target]
-        return rocket.pipeline.rows(
-            case, self.mixed[name], self.pool.open, self.vectors
-        )
+        return pipeline.rows(case, self.mixed[name], self.pool.open, self.vectors)
 
     def test(self, target: str) -> pd.DataFrame:
         """Test the base with what is on it: a row a test item."""
@@ -290,7 +290,7 @@ class Targets:
         self, target: str, name: str, rate: float, turn: int = 0
     ) -> Iterator[History]:
         """Put an arm's mixture on the base and tune it; it is taken off again after the block."""
-        history = rocket.pipeline.tune(
+        history = pipeline.tune(
             self.model,
             self.tokenizer,
             [self.bank[expert] for expert in self.experts(target, name)],
@@ -309,12 +309,12 @@ class Targets:
         recipe = self.recipe
         if "steps" in recipe:
             recipe["steps"] = max(1, recipe["steps"] // 2)
-        history = rocket.pipeline.tune(
+        history = pipeline.tune(
             self.model,
             self.tokenizer,
             [self.bank[lora]],
             self.cases[target].shots,
-            main(self.settings),
+            checks.main(self.settings),
             **recipe,
             lr=rate,
             seed=self.settings["seed"],

@@ -1,19 +1,47 @@
-"""The arms on one budget and what they need; how each is made `moebook.together` says."""
+"""The arms on one budget and what they need; how each is made `experiments.crafts` says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor, nn
 
-from moebook import lists, together
+from moebook import lists
+from moebook import nn as mnn
 from moebook.data import tasks
 from moebook.errors import nearest
-from moebook.experiments import effects, needs, rates
+from moebook.experiments import crafts, effects, needs, rates
 from moebook.experiments.arm import Settings, asked, complaint, refuse_complaints
 from moebook.experiments.effects import Idle
+from moebook.methods.rivals import mixlora
 from moebook.models.anatomy import anatomy
 from moebook.models.skeleton import configuration, skeleton
+from moebook.together import Setup
+from moebook.training.loop import Penalty
+
+BALANCE = 0.01  # weight of the balance loss
+# What each arm is compared with.
+COMPARED = {
+    "lora": ["full"],
+    "pesc": ["lora", "full", "gate"],
+    "su": ["full"],
+    "trsu": ["su"],
+    "crsu": ["su"],
+    "rocket": ["lora", "pesc", "mixlora", "smear", "arrow"],
+    "esft": ["su"],
+    "mixlora": ["pesc"],
+    "pesc_trsu": ["pesc"],
+    "pesc_crsu": ["pesc"],
+    "pesc_bank": ["pesc"],
+    "pesc_rocket": ["pesc_bank"],
+    "pesc_esft": ["pesc"],
+    "gate": ["lora", "full", "random_gate"],
+    "token": ["gate"],
+    "lora_attention": ["lora"],
+}
+PAIRS = [(arm, other) for arm, others in COMPARED.items() for other in others]
 
 COPIED = ("su", "trsu", "crsu", "esft")  # upcycled, with so many ``copies``
 ADAPTED = ("pesc", "pesc_trsu", "pesc_crsu", "pesc_esft")  # with so many ``adapters``
@@ -26,17 +54,74 @@ OF_TWO = ("mixlora", "arrow")  # whose top_k is always 2
 MIXLORA = 4  # experts of MixLoRA
 
 
-def known(settings: Settings) -> dict[str, together.Arm]:
+@dataclass(frozen=True)
+class Arm:
+    """How an arm is made from a copy of the base, in place, and what trains before and later."""
+
+    make: crafts.Make
+    penalty: Penalty | None = None
+    # Projections of the LoRAs that half of the budget trains first.
+    bank: tuple[str, ...] = ()
+    # Made after half of the budget.
+    later: Callable[[Setup, nn.Module], nn.Module] | None = None
+    sized: bool = True  # whether it trains the budget's number of parameters
+    chosen: bool = False  # whether N LoRAs are chosen from the bank, else all are taken
+    # Whether each projection that LoRAs adapt has a router that trains.
+    gates: bool = True
+
+
+def _balanced(model: nn.Module) -> Tensor:
+    """Return the balance loss of PESC (Eq. 10) and upcycling (Eq. 3), at Switch's weight."""
+    return BALANCE * mnn.balance(mnn.routers(model))
+
+
+def arms(*, sparse: bool) -> dict[str, Arm]:
+    """Return all arms by name, of a dense base or of a sparse one."""
+    if sparse:
+        return {
+            "full": Arm(crafts.full, sized=False),
+            "lora": Arm(crafts.sparse_lora(attention=False)),
+            "lora_attention": Arm(crafts.sparse_lora(attention=True)),
+            "token": Arm(crafts.specialised("token")),
+            "gate": Arm(crafts.specialised("gate")),
+            "random_gate": Arm(crafts.specialised("gate", random=True)),
+            "pesc": Arm(crafts.beside, _balanced),
+        }
+    pesc = Arm(crafts.adapters(), _balanced)
+    pesc_bank = Arm(crafts.adapters_of_bank, _balanced, bank=crafts.DOWN)
+    su = Arm(crafts.upcycled("su"), _balanced, sized=False)
+    balance = mixlora.penalty(mixlora.Config.preset("bank"))
+    return {
+        "full": Arm(crafts.all_parameters, sized=False),
+        "lora": Arm(crafts.lora),
+        "pesc": pesc,
+        "su": su,
+        "trsu": replace(su, make=crafts.upcycled("trsu")),
+        "crsu": replace(su, make=crafts.upcycled("crsu")),
+        "rocket": Arm(crafts.mixture, bank=crafts.QV, chosen=True),
+        "esft": replace(su, later=crafts.experts_later),
+        "mixlora": Arm(crafts.mixlora, balance),
+        "smear": Arm(crafts.smear, bank=crafts.QV),
+        "arrow": Arm(crafts.arrow, bank=crafts.QV, gates=False),
+        "pesc_trsu": replace(pesc, make=crafts.adapters("trsu")),
+        "pesc_crsu": replace(pesc, make=crafts.adapters("crsu")),
+        "pesc_bank": pesc_bank,
+        "pesc_rocket": replace(pesc_bank, make=crafts.adapters_of_choice, chosen=True),
+        "pesc_esft": replace(pesc, later=crafts.adapters_later),
+    }
+
+
+def known(settings: Settings) -> dict[str, Arm]:
     """Return all arms by name, of a dense base or of a sparse one; no weight is loaded."""
     host = anatomy(skeleton(configuration(settings["base"])))
-    return together.arms(sparse=any(layer.kind == "sparse" for layer in host.layers))
+    return arms(sparse=any(layer.kind == "sparse" for layer in host.layers))
 
 
 def check(
     settings: Settings,
     device: torch.device | None = None,
     changed: Iterable[str] = (),
-) -> dict[str, together.Arm]:
+) -> dict[str, Arm]:
     """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
 
     W-IDLE tells which of the ``changed`` parameters do nothing here.
@@ -48,7 +133,7 @@ def check(
     return arms
 
 
-def idle(settings: Settings, arms: Mapping[str, together.Arm]) -> Idle:
+def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
     """Tell which parameters have no effect on these arms, and on those trained again."""
     if len(lists.rates("rates", settings["rates"])) == 1:
         yield "rate_share valid_rows", "with a single rate none is chosen"
@@ -73,8 +158,8 @@ def idle(settings: Settings, arms: Mapping[str, together.Arm]) -> Idle:
 
 def _needs(
     settings: Settings,
-    arms: Mapping[str, together.Arm],
-    every: Mapping[str, together.Arm],
+    arms: Mapping[str, Arm],
+    every: Mapping[str, Arm],
 ) -> Iterator[str]:
     yield from rates.needs(settings, list(arms), list(every), at_least_one=True)
     yield from complaint("", lists.listed, "again", settings["again"], every)
@@ -110,7 +195,7 @@ def _new(settings: Settings) -> Iterator[str]:
             yield f"{shots}: {name} has {rows} training rows; take 2 to {rows}"
 
 
-def _needs_of(name: str, arm: together.Arm, settings: Settings) -> Iterator[str]:
+def _needs_of(name: str, arm: Arm, settings: Settings) -> Iterator[str]:
     """Complain about what one arm cannot do, or what it would do at another size than asked."""
     names = settings["tasks"].split(",")
     leave = f"or leave {name} out of arms and again"
@@ -144,7 +229,7 @@ def _needs_of(name: str, arm: together.Arm, settings: Settings) -> Iterator[str]
             yield f"{parameter} = {settings[parameter]}: {why}; take a multiple, {leave}"
 
 
-def _experts(name: str, arm: together.Arm, settings: Settings) -> tuple[int, str]:
+def _experts(name: str, arm: Arm, settings: Settings) -> tuple[int, str]:
     """Return among how many experts a token's ``top_k`` are, and which parameter says so."""
     if name in COPIED:
         return settings["copies"], "copies"

@@ -1,7 +1,7 @@
 """What a training may spend: tokens, or FLOPs that are measured; and how many steps that buys.
 
-Trained parameters are the third budget. They are a matter of sizes, which `moebook.together.arms`
-sets before the first step.
+Trained parameters are the third budget. They are a matter of sizes, which `experiments.crafts` sets
+before the first step.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from moebook.nn import SplitExperts, evaluating
 from moebook.runtime import stopwatch
 from moebook.settings import Count, Size, checked
 from moebook.together import combining
-from moebook.together.arms import Arm
 from moebook.together.budget import measured
 from moebook.together.setup import Setup
+from moebook.training.loop import Penalty
 
 # Runs in turns that `costs` times, and their steps; the first is a warm-up.
 TURNS = 3
@@ -52,18 +52,18 @@ def forgotten(model: nn.Module, base: nn.Module, plain: Rows, *, pad_id: int) ->
 
 def transfer(
     setup: Setup,
-    arm: Arm,
     model: nn.Module,
     shots: Rows,
     test: Rows,
     *,
     lr: float,
     steps: int,
+    penalty: Penalty | None,
 ) -> tuple[float, float]:
     """Train a copy on K shots of a new task, as its arm trains; return nats before and after."""
     tuned = deepcopy(model)
     before = training.nats(tuned, test, pad_id=setup.pad_id)
-    setup.fit(tuned, shots, lr=lr, steps=steps, penalty=arm.penalty)
+    setup.fit(tuned, shots, lr=lr, steps=steps, penalty=penalty)
     return before, training.nats(tuned, test, pad_id=setup.pad_id)
 
 
@@ -101,7 +101,9 @@ def _write(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
 
 
 def costs(
-    setup: Setup, models: Mapping[str, nn.Module], arms: Mapping[str, Arm]
+    setup: Setup,
+    models: Mapping[str, nn.Module],
+    penalties: Mapping[str, Penalty | None],
 ) -> pd.DataFrame:
     """Measure what each arm costs, a line an arm, in short runs of all that go in turns.
 
@@ -120,7 +122,7 @@ def costs(
                 "steps": STEPS,
                 "lr": 1e-6,
                 "seed": turn,
-                "penalty": arms[name].penalty,
+                "penalty": penalties[name],
             }
             history = setup.fit(deepcopy(model), setup.encoded, **recipe)
             times[name].append(
@@ -129,9 +131,7 @@ def costs(
     lines = {}
     for name, model in models.items():
         step, token = np.median(times[name], axis=0)
-        flops = (
-            measured(model, [first], arms[name].penalty) / first["input_ids"].numel()
-        )
+        flops = measured(model, [first], penalties[name]) / first["input_ids"].numel()
         peak = training.step_memory(model.train(), batch).total
         lines[name] = {
             "step": step,

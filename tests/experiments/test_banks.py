@@ -14,7 +14,7 @@ from moebook.lab.records import Curve, Run, Value
 from moebook.lab.records.store import Pool
 from moebook.lab.run import parameters, sources
 from moebook.methods import rocket
-from moebook.methods.rocket.pipeline import Case
+from moebook.methods.rocket.case import Case
 from tests.refusals import refused
 
 NOTEBOOK = sources.find(Path(__file__).resolve().parents[2], "banks")

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from moebook import together
 from moebook.experiments import (
     budgets,
     contest,
@@ -16,9 +15,9 @@ from moebook.experiments import (
     router_init,
     specialists,
     targets,
+    together,
 )
 from moebook.lab.run import sources
-from moebook.methods.rocket import pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +29,7 @@ def defaults(name):
 
 def of_rocket():
     settings = defaults("rocket")
-    every = pipeline.arms(rocket.main(settings), strict=settings["strict"])
+    every = rocket.arms(rocket.main(settings), strict=settings["strict"])
     return targets.what(every), every
 
 

@@ -10,8 +10,10 @@ from datasets import Dataset
 
 from moebook import data
 from moebook.data import hub, tasks
+from moebook.experiments import esft as arms
+from moebook.experiments.esft import Arm
+from moebook.experiments.specialists import cost
 from moebook.methods import esft
-from moebook.methods.esft.arms import Arm
 from moebook.models import anatomy, fingerprint
 from tests.refusals import refused
 
@@ -19,49 +21,39 @@ TRIED = {"gate": [0.1, 0.3], "token": [0.2], "lora": [4, 8], "groups": [2]}
 USUAL = {"gate": 0.1, "token": 0.2, "lora": 8}
 
 
-def test_a_sweep_is_read_or_refused():
-    read = esft.sweep("0.1,0.3", "0.2", "4,8", "2")
+SWEPT = {
+    "thresholds_gate": "0.1,0.3",
+    "thresholds_token": "0.2",
+    "ranks": "4,8",
+    "group_sizes": "2",
+}
+
+
+def test_a_sweep_is_read():
+    read = arms.sweep(SWEPT)
     assert read == TRIED and all(isinstance(rank, int) for rank in read["lora"])
-    for *texts, message in (
-        (
-            "0.1,0.3",
-            "0.2",
-            "4,8,16",
-            "2",
-            "E-RANGE: thresholds_gate is .* and ranks '4,8,16'",
-        ),
-        (
-            "0.1,0.3",
-            "0.2",
-            "4,8.5",
-            "2",
-            "E-RANGE: ranks lists 8.5: expected whole numbers",
-        ),
-        (
-            "0.1,0.3",
-            "0.2",
-            "0,8",
-            "2",
-            "E-RANGE: ranks is '0,8', .*above 0, at most 512",
-        ),
-        (
-            "0.1,0.3",
-            "0.2",
-            "8,4",
-            "2",
-            "E-RANGE: ranks is '8,4', expected rising numbers",
-        ),
-        ("0.1,1.5", "0.2", "4,8", "2", "E-RANGE: thresholds_gate is '0.1,1.5'"),
-        ("0.1,nan", "0.2", "4,8", "2", "E-RANGE: thresholds_gate lists 'nan'"),
-        ("0.1,0.3", "", "4,8", "2", "E-RANGE: thresholds_token is '', expected"),
-        ("0.1,0.3", "0.2,0.2", "4,8", "2", "E-RANGE: thresholds_token lists 0.2 twice"),
-        ("0.1,0.3", "0.2", "4,8", "1,2", "E-RANGE: group_sizes is '1,2', .*above 1"),
-    ):
-        refused(message, esft.sweep, *texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("ranks", "4,8,16", "thresholds_gate is .* and ranks '4,8,16'"),
+        ("ranks", "4,8.5", "ranks lists 8.5: expected whole numbers"),
+        ("ranks", "0,8", "ranks is '0,8', .*above 0, at most 512"),
+        ("ranks", "8,4", "ranks is '8,4', expected rising numbers"),
+        ("thresholds_gate", "0.1,1.5", "thresholds_gate is '0.1,1.5'"),
+        ("thresholds_gate", "0.1,nan", "thresholds_gate lists 'nan'"),
+        ("thresholds_token", "", "thresholds_token is '', expected"),
+        ("thresholds_token", "0.2,0.2", "thresholds_token lists 0.2 twice"),
+        ("group_sizes", "1,2", "group_sizes is '1,2', .*above 1"),
+    ],
+)
+def test_a_sweep_that_does_not_rise_or_pair_is_refused(name, text, message):
+    refused(f"E-RANGE: {message}", arms.sweep, {**SWEPT, name: text})
 
 
 def test_every_arm_has_a_name_and_none_is_trained_twice():
-    known = esft.arms(TRIED, USUAL)
+    known = arms.arms(TRIED, USUAL)
     main = [
         "fft",
         "lora",
@@ -82,24 +74,24 @@ def test_every_arm_has_a_name_and_none_is_trained_twice():
         "token": ["token"],
         "lora": ["lora-4", "lora"],
     }
-    assert esft.budget(TRIED, USUAL) == by_size
+    assert arms.budget(TRIED, USUAL) == by_size
     usual, both = USUAL | {"gate": 0.2}, ["gate-0.1", "gate-0.3"]
-    assert esft.budget(TRIED, usual)["gate"] == both and set(both) <= set(
-        esft.arms(TRIED, usual)
+    assert arms.budget(TRIED, usual)["gate"] == both and set(both) <= set(
+        arms.arms(TRIED, usual)
     )
 
 
 def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(
     mixture, batch
 ):
-    def planned(arms, seed=0):
-        return esft.plan(arms, *measured, preset="fixed", scale=3.0, seed=seed)
+    def planned(some, seed=0):
+        return arms.plan(some, *measured, preset="fixed", scale=3.0, seed=seed)
 
     model = mixture("DeepseekV2", num_experts_per_tok=4)  # which suits groups of two
     batches = {"one": [batch], "two": [{key: part[:1] for key, part in batch.items()}]}
     scores = {task: esft.measure(model, drawn) for task, drawn in batches.items()}
     measured = model, batches, scores, esft.cooccurrence(model, [batch])
-    known, base = esft.arms(TRIED, USUAL), fingerprint(model)
+    known, base = arms.arms(TRIED, USUAL), fingerprint(model)
     plan = planned(known)
     for name, arm in known.items():
         trained_on = [task for other, task in plan if other == name]
@@ -149,13 +141,13 @@ def test_an_arm_starts_on_a_copy_with_what_it_trains(mixture, batch):
     model = mixture("DeepseekV2", num_experts_per_tok=4)
     together, drawn = esft.cooccurrence(model, [batch]), {"one": [batch]}
     scores, base = {"one": esft.measure(model, [batch])}, fingerprint(model)
-    known = esft.arms(TRIED, USUAL)
-    plan = esft.plan(
+    known = arms.arms(TRIED, USUAL)
+    plan = arms.plan(
         known, model, drawn, scores, together, preset="fixed", scale=2.0, seed=0
     )
     sizes = {}
     for (name, _), given in plan.items():
-        tuned = esft.start(model, known[name], given, together)
+        tuned = arms.start(model, known[name], given, together)
         sizes[name] = sum(p.numel() for p in tuned.parameters() if p.requires_grad)
     assert max(sizes, key=sizes.get).startswith("fft")
     assert (
@@ -241,14 +233,14 @@ def test_the_mix_has_the_share_of_alignment_data_asked_for(share, count):
 def test_costs_are_those_of_the_tensors_that_train(mixture, rows):
     recipe = {"batch": 4, "seed": 0, "pad_id": 2, "steps": 2, "lr": 0.01}
     whole = sum(p.nbytes for p in mixture("DeepseekV2").parameters())
-    full = esft.cost(esft.full(mixture("DeepseekV2")), rows, **recipe)
+    full = cost(esft.full(mixture("DeepseekV2")), rows, **recipe)
     assert full["storage"] == whole and full["optimizer"] == 2 * whole
     assert full["peak_memory"] > full["resident"] + 3 * whole
     model = esft.specialise(
         mixture("DeepseekV2"), esft.Selection(experts={1: (0, 1), 2: (2,)})
     )
     chosen = sum(p.nbytes for p in esft.trained(model).values())
-    small = esft.cost(model, rows, **recipe)
+    small = cost(model, rows, **recipe)
     assert small["storage"] == chosen and small["optimizer"] == 2 * chosen
     assert small["resident"] == pytest.approx(full["resident"] + chosen)
     assert small["peak_memory"] < full["peak_memory"] and small["time"] > 0

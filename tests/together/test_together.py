@@ -11,6 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moebook import data, models, together, training
 from moebook.analysis.routers import logit_scale
+from moebook.experiments import crafts
+from moebook.experiments.budgets import train
+from moebook.experiments.together import arms
 from moebook.lab import plotting
 from moebook.lab.records import store
 from moebook.methods import esft, pesc, upcycling
@@ -19,11 +22,10 @@ from moebook.models.anatomy import sparse_layers
 from moebook.nn import routers
 from moebook.storage import root
 from moebook.together import budget, combining
-from moebook.together.arms import bank_rank, choose
 from tests.refusals import refused
 
 TASKS = ("gcd", "python_eval", "isa", "kinship", "equations", "intent_json")
-DENSE, SPARSE = (together.arms(sparse=sparse) for sparse in (False, True))
+DENSE, SPARSE = (arms(sparse=sparse) for sparse in (False, True))
 EVERY = [*(("nano", name) for name in DENSE), *(("nano-moe", name) for name in SPARSE)]
 BUDGETS = {"nano": 158_000, "nano-moe": 397_000}  # the notebook's
 
@@ -54,7 +56,7 @@ def bank(setup, arm, fill=0.02):
     """A bank for an arm, with what a training may have left in it."""
     torch.manual_seed(0)
     layers = linears(setup.base, arm.bank).items()
-    rank = bank_rank(setup, arm)
+    rank = crafts.bank_rank(setup, arm.bank, chosen=arm.chosen, gates=arm.gates)
     return {
         name: Lora(
             name,
@@ -145,7 +147,7 @@ def test_stages_share_one_budget(dense, name, kind):
     arm, order = DENSE[name], dense.batches(dense.encoded)
     price = budget.price(kind, deepcopy(dense.base), order, None)
     costs = [price(step) for step in range(20)]
-    done = together.train(dense, arm, lr=1e-3, amount=sum(costs), kind=kind)
+    done = train(dense, arm, lr=1e-3, amount=sum(costs), kind=kind)
     assert abs(done.spent - sum(costs)) <= max(costs)
     assert len(done.histories) == 1 + bool(arm.later)
     assert set(done.bank) == (set(TASKS) if arm.bank else set())
@@ -212,7 +214,7 @@ def test_adapter_i_is_lora_i_and_its_router_reads_its_shots(dense, monkeypatch, 
         TASKS if name == "pesc_bank" else ("isa", "intent_json", "gcd", "equations")
     )
     shots = {each: dense.mixed[3 * i : 3 * i + 3] for i, each in enumerate(picked)}
-    monkeypatch.setitem(together.arms.__globals__, "choose", lambda *_: (picked, shots))
+    monkeypatch.setattr(crafts, "chosen_loras", lambda *_: (picked, shots))
     layers, loras = sparse_layers(built(dense, DENSE[name])), bank(dense, DENSE[name])
     assert [len(layer.router.weight) for layer in layers] == [len(picked)] * 4
     for place, each in enumerate(picked):
@@ -252,7 +254,7 @@ def test_after_half_of_the_budget_the_experts_train_that_are_used_most(dense, na
         return arm.later(setup, model)
 
     amount = sum(dense.batches(dense.encoded).tokens(step) for step in range(8))
-    done = together.train(dense, replace(arm, later=later), lr=1e-2, amount=amount)
+    done = train(dense, replace(arm, later=later), lr=1e-2, amount=amount)
     first, chosen = (most_used(dense, model) for model in (built(dense, arm), half[0]))
     assert first != chosen
     model = esft.merge(done.model) if name == "esft" else done.model
@@ -344,7 +346,7 @@ def test_shots_go_to_the_lora_that_models_them_best():
 
 
 def test_rocket_chooses_as_many_as_asked_and_deals_all_shots_out(dense):
-    picked, shots = choose(dense, bank(dense, DENSE["rocket"]))
+    picked, shots = crafts.chosen_loras(dense, bank(dense, DENSE["rocket"]))
     assert len(set(picked)) == 4 and list(shots) == list(picked)
     dealt = {row["prompt"] for some in shots.values() for row in some}
     assert dealt == {row["prompt"] for row in dense.mixed[:6]}
@@ -386,7 +388,7 @@ def test_a_new_task_is_learnt_by_a_copy(dense):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     few = dense.encode(rows)
     first, last = together.transfer(
-        dense, DENSE["lora"], model, few, few, lr=3e-3, steps=6
+        dense, model, few, few, lr=3e-3, steps=6, penalty=None
     )
     assert last < first
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -407,9 +409,9 @@ def test_a_training_of_one_step_moves_what_trains(dense):
 def test_costs_are_measured_for_every_arm(dense, monkeypatch):
     monkeypatch.setattr(together.measure, "TURNS", 1)
     monkeypatch.setattr(together.measure, "STEPS", 2)
-    arms = {name: DENSE[name] for name in ("full", "pesc")}
-    models = {name: built(dense, arm) for name, arm in arms.items()}
-    costs = together.costs(dense, models, arms)
+    models = {name: built(dense, DENSE[name]) for name in ("full", "pesc")}
+    penalties = {name: DENSE[name].penalty for name in models}
+    costs = together.costs(dense, models, penalties)
     assert list(costs.index) == ["full", "pesc"]
     assert (costs > 0).drop(columns="stored").all(axis=None)
     assert (

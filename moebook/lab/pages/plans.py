@@ -22,7 +22,7 @@ from moebook.lab.pages.pages import page
 from moebook.lab.planning import Plan, Training, methods
 from moebook.lab.planning.methods import Method
 from moebook.lab.run import parameters, sources
-from moebook.methods import esft, rocket, upcycling
+from moebook.methods import rocket, upcycling
 from moebook.methods.rivals import table
 from moebook.methods.rocket import bank
 from moebook.models.anatomy import anatomy, sparse_layers
@@ -111,7 +111,7 @@ def _rocket(given: Given) -> Arms:
     main = rocket.Config.preset(
         given["preset"], **{name: given[name] for name in names.split()}
     )
-    known = rocket.pipeline.arms(main, strict=given["strict"])
+    known = experiments.rocket.arms(main, strict=given["strict"])
     turns, tried = len(given["targets"].split(",")), len(_listed(given["rates"]))
     for name in _arms(given, known):
         if arm := known[name]:
@@ -153,13 +153,7 @@ def _rivals(given: Given) -> Arms:
 
 
 def _esft(given: Given) -> Arms:
-    sweep = ("thresholds_gate", "thresholds_token", "ranks", "group_sizes")
-    usual = {
-        "gate": given["p_gate"],
-        "token": given["p_token"],
-        "lora": given["lora_rank"],
-    }
-    known = esft.arms(esft.sweep(*(given[name] for name in sweep)), usual)
+    known = experiments.esft.known(given)
     printed = {
         score: papers.printed.hyperparameters("esft", "paper")[f"threshold_{score}"][
             "value"
@@ -192,7 +186,7 @@ def _together(given: Given) -> Arms:
         base, None, dict.fromkeys(given["tasks"].split(","), ()), config
     )
     sparse = any(layer.kind == "sparse" for layer in anatomy(base).layers)
-    known = together.arms(sparse=sparse)
+    known = experiments.together.arms(sparse=sparse)
     layers = sparse_layers(base) if sparse else []
     routed = sum(p.numel() for layer in layers for p in layer.experts.parameters())
     copied = upcycling.Config(experts=config.copies, top_k=min(top_k, config.copies))
@@ -210,7 +204,10 @@ def _together(given: Given) -> Arms:
             sizes = rocket.Config(
                 experts=count, top_k=min(top_k, count), candidates=count
             )
-            method = methods.mixture(sizes, together.bank_rank(setup, sized))
+            rank = experiments.crafts.bank_rank(
+                setup, sized.bank, chosen=sized.chosen, gates=sized.gates
+            )
+            method = methods.mixture(sizes, rank)
         else:
             made = partial(lambda make, host: make(setup, host, {}), plain.make)
             method = Method((name, config), made)

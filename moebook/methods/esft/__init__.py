@@ -4,26 +4,17 @@
 """
 
 from moebook.methods.esft import grouping
+from moebook.methods.esft.alignment import mix, rows
 from moebook.methods.esft.apply import (
+    full,
     load,
+    lora,
     merge,
     restore,
     round_trip,
     save,
     specialise,
     trained,
-)
-from moebook.methods.esft.arms import (
-    arms,
-    budget,
-    cost,
-    full,
-    lora,
-    mix,
-    plan,
-    rows,
-    start,
-    sweep,
 )
 from moebook.methods.esft.choose import Selection, random_selection, select
 from moebook.methods.esft.compare import (

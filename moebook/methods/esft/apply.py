@@ -1,4 +1,7 @@
-"""Specialising: only the chosen experts of a mixture train, and the base can be put back."""
+"""Specialising: only the chosen experts of a mixture train, and the base can be put back.
+
+``full`` and ``lora`` make what it is compared with.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, ClassVar
 
 import torch
+from peft import LoraConfig
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -17,9 +21,10 @@ from moebook.errors import refuse
 from moebook.methods.esft.choose import Selection
 from moebook.models import checkpoint
 from moebook.models.anatomy import Layer, anatomy, incompatibility, sparse_layers
+from moebook.models.lora import put_on
 from moebook.nn import SplitExperts
 from moebook.nn.batch import check_batch
-from moebook.settings import settings
+from moebook.settings import Size, checked, settings
 
 EXPERTS = "experts.json"
 
@@ -195,3 +200,62 @@ def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float
         "merging": float((merged - want).abs().max()),
         "bytes": float(size),
     }
+
+
+def full(model: nn.Module) -> nn.Module:
+    """Let every parameter of a mixture train, routers included (FFT)."""
+    _check_plain(model)
+    return model.requires_grad_(True)
+
+
+@checked
+def lora(
+    model: nn.Module, *, rank: Size = 8, scale: float = 2.0, attention: bool = False
+) -> nn.Module:
+    """Freeze a mixture and put LoRA on it in place, with PEFT.
+
+    On modules that the paper leaves open: the linear layers of attention, of dense layers' MLPs and
+    of shared experts, and the routed experts' fused tensors, to which PEFT adds one product of rank
+    ``rank`` per expert (a fused gate and up share it), times ``scale``; or on ``attention`` alone.
+    """
+    _check_plain(model)
+    layers = anatomy(model).layers
+    owners = [layer.attention for layer in layers]
+    fused: set[nn.Parameter] = set()
+    if not attention:
+        for layer in layers:
+            owners.append(layer.mlp if layer.kind == "dense" else layer.shared)
+        for sparse in sparse_layers(model):
+            fused.update(sparse.experts.parameters())
+    linears: set[nn.Module] = set()
+    for owner in owners:
+        if owner:
+            linears |= {part for part in owner.modules() if isinstance(part, nn.Linear)}
+
+    # PEFT gets the blocks, which bear no configuration: by a model's it would take "gate_proj" for
+    # the name of an unfused expert, rename it, and leave dense layers and shared experts out.
+    blocks = nn.ModuleList(layer.block for layer in layers)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=scale * rank,
+        target_modules=[
+            name for name, part in blocks.named_modules() if part in linears
+        ],
+        target_parameters=[
+            name for name, part in blocks.named_parameters() if part in fused
+        ],
+    )
+    put_on(blocks, config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+    return model
+
+
+def _check_plain(model: nn.Module) -> None:
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        refuse("E-MODEL", "the model holds LoRA already: load the base again")
+    if checkpoint.origin_or_none(model, Origin):
+        refuse(
+            "E-MODEL", "the model is specialised: esft.restore or esft.merge it first"
+        )
+    sparse_layers(model)

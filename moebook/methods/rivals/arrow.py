@@ -25,6 +25,7 @@ from moebook.settings import Count, Positive, Presets, settings
 
 __all__ = [
     "Config",
+    "attach",
     "load",
     "tuned",
 ]
@@ -129,17 +130,14 @@ def prototypes(
     return found
 
 
-def tuned(
-    model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: Any
-) -> Tuned:
-    """Put the bank on the base, routed by its own directions; tune the LoRAs if so set."""
+def attach(model: nn.Module, bank: Bank, config: Config, *, seed: int = 0) -> Tuned:
+    """Put the bank on the base, routed by its own directions; nothing is drawn by the seed."""
     check(bank, ranks=config.mix == "factors")
     mixing.check_choice(config.top_k or 1, bank)
-    parts, names = mixing.stack(bank, config.mix), tuple(bank)
-    start = prototypes(
-        {path: (parts.down[path], parts.up[path]) for path in parts.down}, names
-    )
-    done = tuning.attach(
+    parts = mixing.stack(bank, config.mix)
+    factors = {path: (parts.down[path], parts.up[path]) for path in parts.down}
+    start = prototypes(factors, tuple(bank))
+    return tuning.attach(
         model,
         bank,
         lambda path, _: Arrow(start[path], config),
@@ -147,13 +145,19 @@ def tuned(
         learnt=config.tune == "experts",
         kind=Origin,
         config=config,
+        seed=seed,
     )
-    done = tuning.fit(done, data, **recipe)
+
+
+def tuned(
+    model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: Any
+) -> Tuned:
+    """Put the bank on the base, and tune the LoRAs if so set."""
+    done = tuning.fit(attach(model, bank, config), data, **recipe)
     if config.prototypes == "after":
+        factors = {path: (part.down, part.up) for path, part in done.parts.items()}
         with tuning.undone(done):
-            last = prototypes(
-                {p: (part.down, part.up) for p, part in done.parts.items()}, names
-            )
+            last = prototypes(factors, tuple(bank))
         for path, part in done.parts.items():
             part.weigh.prototypes.copy_(last[path])
     return done

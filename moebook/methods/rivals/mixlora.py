@@ -35,6 +35,7 @@ from moebook.training.loop import Penalty
 
 __all__ = [
     "Config",
+    "attach",
     "load",
     "penalty",
     "tuned",
@@ -156,6 +157,17 @@ class FFN(nn.Module):
 
 
 @checked
+def attach(
+    model: nn.Module, bank: Bank | None, config: Config, *, seed: Seed = 0
+) -> Tuned:
+    """Put fresh experts, routers and LoRAs on the base; the bank goes unused."""
+    tuning.refuse_second(model)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return _install(model, _origin(model, config))
+
+
+@checked
 def tuned(
     model: nn.Module,
     bank: Bank | None,
@@ -166,10 +178,7 @@ def tuned(
     **recipe: Any,
 ) -> Tuned:
     """Put fresh experts, routers and LoRAs on the base and train them; the bank goes unused."""
-    tuning.refuse_second(model)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        result = _install(model, _origin(model, config))
+    result = attach(model, bank, config, seed=seed)
     more = {"penalty": penalty(config), "seed": seed, **recipe}
     return tuning.fit(result, data, rate=config.rate, names=("router",), **more)
 

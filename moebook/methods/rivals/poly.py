@@ -23,6 +23,7 @@ from moebook.settings import Positive, Presets, settings
 
 __all__ = [
     "Config",
+    "attach",
     "tuned",
 ]
 
@@ -72,10 +73,8 @@ class Assignment(nn.Module):
 
     def __init__(self, skills: int, config: Config) -> None:
         super().__init__()
-        self.config, self.z = (
-            config,
-            nn.Parameter(torch.empty(skills).uniform_(-1e-3, 1e-3)),
-        )
+        self.config = config
+        self.z = nn.Parameter(torch.empty(skills).uniform_(-1e-3, 1e-3))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the weights ``[N]``, whatever x is."""
@@ -85,6 +84,21 @@ class Assignment(nn.Module):
         if self.training and self.config.noise == "relaxed":
             drawn = RelaxedBernoulli(self.config.temperature, logits=self.z).rsample()
         return drawn / (drawn.sum() + 1e-12)  # as released
+
+
+def attach(model: nn.Module, bank: Bank, config: Config, *, seed: int = 0) -> Tuned:
+    """Put the skills on the base, with Z drawn by the seed."""
+    check(bank)
+    if config.start == "random":
+        bank = mixing.fresh_like(bank, seed=seed)
+    return tuning.attach(
+        model,
+        bank,
+        lambda *_: Assignment(len(bank), config),
+        mix="factors",
+        learnt=config.trains == "Z + skills",
+        seed=seed,
+    )
 
 
 def tuned(
@@ -97,15 +111,5 @@ def tuned(
     **recipe: Any,
 ) -> Tuned:
     """Put the skills on the base and train Z, and the skills if so set; the result is one LoRA."""
-    check(bank)
-    if config.start == "random":
-        bank = mixing.fresh_like(bank, seed=seed)
-    done = tuning.attach(
-        model,
-        bank,
-        lambda *_: Assignment(len(bank), config),
-        mix="factors",
-        learnt=config.trains == "Z + skills",
-        seed=seed,
-    )
+    done = attach(model, bank, config, seed=seed)
     return tuning.fit(done, data, rate=config.rate, seed=seed, **recipe)

@@ -15,7 +15,16 @@ from moebook.methods.rocket.config import Config
 from moebook.models.checkpoint import origin
 from moebook.settings import Seed, checked
 
-__all__ = ["tuned"]
+__all__ = ["attach", "tuned"]
+
+
+@checked
+def attach(model: nn.Module, bank: Bank, config: Config, *, seed: Seed = 0) -> Tuned:
+    """Put the mixture of a bank's N LoRAs on the base."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        apply.build(model, list(bank.values()), config)
+    return Tuned(model, cast(Any, origin(model, apply.Origin)))
 
 
 @checked
@@ -29,8 +38,5 @@ def tuned(
     **recipe: Any,
 ) -> Tuned:
     """Put the mixture of a bank's N LoRAs on the base, and train its experts and gates."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        apply.build(model, list(bank.values()), config)
-    made = Tuned(model, cast(Any, origin(model, apply.Origin)))
+    made = attach(model, bank, config, seed=seed)
     return tuning.fit(made, data, seed=seed, **recipe)

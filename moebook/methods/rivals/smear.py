@@ -38,6 +38,7 @@ from moebook.settings import Positive, Presets, Share, settings
 
 __all__ = [
     "Config",
+    "attach",
     "load",
     "prompted",
     "tuned",
@@ -201,16 +202,8 @@ class Router(nn.Module):
         return weights.unsqueeze(1)
 
 
-def tuned(
-    model: nn.Module,
-    bank: Bank,
-    data: Data,
-    config: Config,
-    *,
-    seed: int = 0,
-    **recipe: Any,
-) -> Tuned:
-    """Put the bank and its routers on the base and train them."""
+def attach(model: nn.Module, bank: Bank, config: Config, *, seed: int = 0) -> Tuned:
+    """Put the bank and its routers on the base, which follow each forward pass by hooks."""
     check(bank)
     if config.start == "random":
         bank = mixing.fresh_like(bank, seed=seed)
@@ -225,7 +218,20 @@ def tuned(
         kind=Origin,
         config=config,
     )
-    result = replace(result, hooks=prompt.follow(model))
+    return replace(result, hooks=prompt.follow(model))
+
+
+def tuned(
+    model: nn.Module,
+    bank: Bank,
+    data: Data,
+    config: Config,
+    *,
+    seed: int = 0,
+    **recipe: Any,
+) -> Tuned:
+    """Put the bank and its routers on the base and train them."""
+    result = attach(model, bank, config, seed=seed)
     return tuning.fit(result, data, rate=config.rate, seed=seed, **recipe)
 
 

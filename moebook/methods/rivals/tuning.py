@@ -7,6 +7,8 @@ A rival is a module with
   place, and trains it. A bank that nothing can be chosen from is refused (`bank.check`).
   ``recipe`` holds settings of `training.fit` (lr, steps or epochs, batch, seed), alike for all
   rivals; a rate of the mixing weights' own is ``config.rate``, None for that of all else;
+- ``attach(model, bank, config, seed=0) -> Tuned``, which puts it on the base and trains nothing,
+  where no row decides what is put on;
 - ``load(model, folder) -> Tuned``, where the result depends on the input and is no single LoRA.
 
 A `Tuned` model answers as any other, until ``detach`` takes the rival off again; the base's values

@@ -9,10 +9,10 @@ from moebook.methods.rocket import (
     apply,
     augment,
     bank,
+    case,
     choose,
     loras,
     measure,
-    pipeline,
     score,
 )
 from moebook.methods.rocket.apply import load, save
@@ -23,6 +23,7 @@ __all__ = [
     "apply",
     "augment",
     "bank",
+    "case",
     "choose",
     "load",
     "loras",

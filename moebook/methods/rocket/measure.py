@@ -17,8 +17,8 @@ from moebook.errors import refuse, refuse_unknown
 from moebook.intervals import interval
 from moebook.kernels.dispatch import shapes
 from moebook.methods.rocket import apply
+from moebook.methods.rocket.case import Case
 from moebook.methods.rocket.loras import Lora, attached
-from moebook.methods.rocket.pipeline import Case
 from moebook.models.checkpoint import origin
 from moebook.settings import Each, checked, columns
 

@@ -12,6 +12,8 @@ import pandas as pd
 import torch
 
 from moebook import evaluation
+from moebook.experiments import esft as experiment
+from moebook.experiments import specialists
 from moebook.methods import esft
 from moebook.methods.esft import grouping
 from tests.faults.healthy import hosts
@@ -398,7 +400,7 @@ def tables():
 
 
 def cost(train, batch, lr):
-    made = esft.cost(
+    made = specialists.cost(
         esft.specialise(hosts.sparse(), selection()),
         train,
         batch=batch,
@@ -410,8 +412,8 @@ def cost(train, batch, lr):
 
 
 def planned(arms, preset, scale, seed):
-    known = {name: esft.arms(TRIED, USUAL)[name] for name in arms}
-    plan = esft.plan(
+    known = {name: experiment.arms(TRIED, USUAL)[name] for name in arms}
+    plan = experiment.plan(
         known,
         hosts.sparse(),
         {"a": [hosts.seen()]},
@@ -444,8 +446,8 @@ def true_mixed(task, alignment, share, seed):
 
 SEEDS = "negative | zero | huge"
 ROWS = {
-    "methods.esft.sweep": Row(
-        esft.sweep,
+    "experiments.esft.sweep": Row(
+        lambda **texts: experiment.sweep(texts),
         lambda: {
             "thresholds_gate": "0.1,0.3",
             "thresholds_token": "0.2",
@@ -458,8 +460,8 @@ ROWS = {
             "thresholds_gate": {"nan": "0.1,nan", "above": "0.1,2"},
         },
     ),
-    "methods.esft.arms": Row(
-        lambda tried, usual: sorted(esft.arms(tried, usual)),
+    "experiments.esft.arms": Row(
+        lambda tried, usual: sorted(experiment.arms(tried, usual)),
         lambda: {"tried": TRIED, "usual": USUAL},
         settings=("tried", "usual"),
         more={
@@ -467,13 +469,13 @@ ROWS = {
             "usual": {"empty": {}},
         },
     ),
-    "methods.esft.budget": Row(
-        esft.budget,
+    "experiments.esft.budget": Row(
+        experiment.budget,
         lambda: {"tried": TRIED, "usual": USUAL},
         true_budget,
         several=("tried",),
     ),
-    "methods.esft.plan": Row(
+    "experiments.esft.plan": Row(
         planned,
         lambda: {
             "arms": ["gate", "random_gate", "lora"],
@@ -484,10 +486,10 @@ ROWS = {
         fine={"scale": "negative | zero | huge", "seed": SEEDS},
         settings=("arms",),
     ),
-    "methods.esft.start": Row(
+    "experiments.esft.start": Row(
         lambda given: logits(
-            esft.start(
-                hosts.sparse(), esft.arms(TRIED, USUAL)["gate"], given, together()
+            experiment.start(
+                hosts.sparse(), experiment.arms(TRIED, USUAL)["gate"], given, together()
             )
         ),
         lambda: {"given": {"selection": selection()}},
@@ -542,7 +544,7 @@ ROWS = {
         true_mixed,
         fine={"task": "missing", "alignment": "missing"},
     ),
-    "methods.esft.cost": Row(
+    "experiments.specialists.cost": Row(
         cost,
         lambda: {"train": hosts.rows(), "batch": 3, "lr": 1e-3},
         fine={"train.length": EVERY, "batch": "huge", "train.input_ids": EVERY},

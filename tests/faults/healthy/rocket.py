@@ -16,6 +16,8 @@ from scipy.optimize import linprog
 from scipy.stats import rankdata, spearmanr
 
 from moebook.data import tasks
+from moebook.experiments import pipeline
+from moebook.experiments import rocket as arms
 from moebook.methods import rocket
 from moebook.methods.rocket import (
     apply,
@@ -24,10 +26,10 @@ from moebook.methods.rocket import (
     choose,
     loras,
     measure,
-    pipeline,
     score,
     shards,
 )
+from moebook.methods.rocket.case import Case, score_bank
 from tests import tokens
 from tests.faults.healthy import hosts
 from tests.faults.healthy.evaluation import spoilt, table, true_answer
@@ -402,7 +404,7 @@ def true_generated(model, contexts, limit, batch):
 
 def case():
     nats, solved = measured()
-    return pipeline.Case("sums", 0, shots(), nats, nats + 1, solved, drawn(2), alike())
+    return Case("sums", 0, shots(), nats, nats + 1, solved, drawn(2), alike())
 
 
 def tuned(loras, chosen, seed, max_length, steps, batch):
@@ -849,13 +851,13 @@ ROWS = {
         ),
         tolerance=1e-3,
     ),
-    "methods.rocket.pipeline.arms": Row(
-        lambda strict: sorted(pipeline.arms(CONFIG, strict=strict)),
+    "experiments.rocket.arms": Row(
+        lambda strict: sorted(arms.arms(CONFIG, strict=strict)),
         lambda: {"strict": 0.5},
         fine={"strict": "zero | negative"},
     ),
-    "methods.rocket.pipeline.tested": Row(
-        pipeline.tested,
+    "experiments.rocket.tested": Row(
+        arms.tested,
         lambda: {"targets": ["gcd", "sums"], "benchmarks": ["a", "b"]},
         lambda targets, benchmarks: (
             dict(zip(targets, benchmarks or targets, strict=True))
@@ -863,9 +865,9 @@ ROWS = {
             else 1 / 0
         ),
     ),
-    "methods.rocket.pipeline.score_bank": Row(
+    "methods.rocket.case.score_bank": Row(
         lambda annotated, seed: (
-            pipeline.score_bank(
+            score_bank(
                 host(),
                 byte(),
                 made(),
@@ -886,28 +888,28 @@ ROWS = {
             "seed": {"no whole number": 1.5, "text": "0"},
         },
     ),
-    "methods.rocket.pipeline.experts": Row(
+    "experiments.pipeline.experts": Row(
         lambda bank, best: pipeline.experts(
             case(), pipeline.Arm(config=CONFIG), bank, best=best
         ),
         lambda: {"bank": list("abc"), "best": "a"},
         fine={"best": EVERY, "bank": "long"},
     ),
-    "methods.rocket.pipeline.selected": Row(
+    "experiments.pipeline.selected": Row(
         lambda bank: (
             pipeline.selected(case(), pipeline.Arm(config=CONFIG), bank).experts
         ),
         lambda: {"bank": list("abc")},
         fine={"bank": "long"},
     ),
-    "methods.rocket.pipeline.rows": Row(
+    "experiments.pipeline.rows": Row(
         lambda pool, vectors: len(
             pipeline.rows(case(), pipeline.Arm(config=CONFIG), pool, vectors)
         ),
         lambda: {"pool": shots() * 3, "vectors": drawn(6, seed=1)},
         fine={"vectors": "zero", "pool[0]": EVERY},
     ),
-    "methods.rocket.pipeline.tune": Row(
+    "experiments.pipeline.tune": Row(
         tuned,
         lambda: {
             "loras": [lora("a"), lora("b", 1)],

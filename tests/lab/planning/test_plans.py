@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moebook import experiments, together
+from moebook import experiments
 from moebook.lab import planning
 from moebook.lab.pages import plans
 from moebook.lab.run import parameters, sources, study
@@ -78,7 +78,7 @@ def test_arms_on_one_budget_are_planned_at_its_size(protocol):
     given = values("together", protocol, arms="all", max_length=8)
     sized = {
         name
-        for name, arm in together.arms(sparse=protocol == "moe").items()
+        for name, arm in experiments.together.arms(sparse=protocol == "moe").items()
         if arm.sized
     }
     for training in plans.trainings("together", given):

@@ -11,11 +11,13 @@ import torch
 
 from moebook import evaluation, models
 from moebook.errors import Refusal
-from moebook.experiments import targets
+from moebook.experiments import pipeline, targets
+from moebook.experiments import rocket as compared
 from moebook.lab import papers
 from moebook.lab.run import listed, sources
 from moebook.methods import rocket
-from moebook.methods.rocket import Config, augment, measure, pipeline
+from moebook.methods.rocket import Config, augment, measure
+from moebook.methods.rocket.case import Case, score_bank
 from moebook.models.checkpoint import fingerprint, origin
 from moebook.nn import routers
 from tests.refusals import refused
@@ -51,7 +53,7 @@ def test_the_presets_are_what_paper_and_code_say_and_a_bad_setting_is_refused_by
 
 BRIEF = {"steps": 2, "batch": 2, "lr": 1e-2, "seed": 3}
 SMALL = {"candidates": 3, "experts": 2, "top_k": 1, "budget": 3}
-ARMS = pipeline.arms(Config(), strict=0.6)
+ARMS = compared.arms(Config(), strict=0.6)
 
 
 def changed(arm):
@@ -62,10 +64,10 @@ def test_each_arm_changes_one_step_and_sizes_that_the_settings_do_not_allow_are_
     mixture = ARMS["mixture"]
     assert mixture == pipeline.Arm(config=Config())
     for name, arm in ARMS.items():
-        if name not in ("mixture", *pipeline.UNMIXED):
+        if name not in ("mixture", *compared.UNMIXED):
             steps = [arm.by != mixture.by, not arm.open_data, bool(changed(arm))]
             assert sum(steps) == (2 if name == "random_lora" else 1), name
-    assert [ARMS[name] for name in pipeline.UNMIXED] == [None, None]
+    assert [ARMS[name] for name in compared.UNMIXED] == [None, None]
     for name, change in {
         "random_lora": {"experts": 1, "top_k": 1},
         "data_by_kde": {"sampler": "kde", "gamma": 10.0},
@@ -77,7 +79,7 @@ def test_each_arm_changes_one_step_and_sizes_that_the_settings_do_not_allow_are_
         "selected3": {"top_k": 3},
     }.items():
         assert changed(ARMS[name]) == change
-    names = pipeline.arms(
+    names = compared.arms(
         Config(**SMALL | {"shots": 8, "top_k": 2, "budget": 4}), strict=0.6
     )
     assert [name for name in names if name[-1].isdigit()] == [
@@ -108,7 +110,7 @@ class Words:
 def world(base, tokenizer, make_bank, shots):
     model, config = base(), Config(shots=3, **SMALL)
     bank = make_bank(model)
-    case = pipeline.score_bank(
+    case = score_bank(
         model, tokenizer, bank, Words(), shots, config, task="own", seed=0
     )
     return model, tokenizer, bank, case, config
@@ -128,7 +130,7 @@ def test_a_case_holds_its_shots_scores_and_only_missing_rationales(
     mixed = [dict(shots[0], rationale=" "), *shots[1:3]]
     written = lambda rows, *_, order: [{**row, "rationale": "Because."} for row in rows]  # noqa: E731
     monkeypatch.setattr(rocket.score, "write_rationales", written)
-    case = pipeline.score_bank(
+    case = score_bank(
         model, tokenizer, bank, Words(), mixed, config, task="own", seed=0
     )
     rationales = {row["prompt"]: row["rationale"] for row in case.shots}
@@ -167,11 +169,11 @@ def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_s
 def test_targets_have_as_many_benchmarks_and_rows_are_the_shots_and_the_nearest_open_ones(
     world,
 ):
-    assert pipeline.tested(["a", "b"], ["c", "d"]) == {"a": "c", "b": "d"}
-    assert pipeline.tested(["a", "b"], []) == {"a": "a", "b": "b"}
+    assert compared.tested(["a", "b"], ["c", "d"]) == {"a": "c", "b": "d"}
+    assert compared.tested(["a", "b"], []) == {"a": "a", "b": "b"}
     refused(
         "E-RANGE: benchmarks has 1 names, targets has 2",
-        pipeline.tested,
+        compared.tested,
         ["a", "b"],
         ["c"],
     )
@@ -219,9 +221,7 @@ def test_perplexities_stand_beside_what_tuning_came_to_and_correlate_within_a_ta
     # Of two LoRAs on two shots.
     nats = pd.DataFrame([[1.0, 1.0], [2.0, 2.0]], ["x", "y"])
     solved, none = pd.DataFrame([[1, 0], [0, 0]], ["x", "y"]), pd.DataFrame()
-    case = pipeline.Case(
-        "a", 0, [{}, {}], nats, nats + 3, solved, np.zeros((2, 1)), none
-    )
+    case = Case("a", 0, [{}, {}], nats, nats + 3, solved, np.zeros((2, 1)), none)
     table = measure.foretold({"a": case}, {("a", "y"): [0.25, 0.75]})
     assert table.index.tolist() == [("a", "y")]
     expected = [2 + math.log(2), 5 + math.log(2), 0.25, 0.75, 0.5]
@@ -318,7 +318,7 @@ def test_protocols_run_arms_that_there_are():
     ):
         given = {f.name: used[f.name] for f in fields(rocket.Config) if f.name in used}
         main = rocket.Config.preset(used["preset"], **given)
-        known = rocket.pipeline.arms(main, strict=used["strict"])
+        known = compared.arms(main, strict=used["strict"])
         assert used["arms"] == "all" or listed("arms", used["arms"], known)
 
 

@@ -1,0 +1,65 @@
+"""Rows to train on: those of target tasks, and alignment data, which keeps general abilities."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from datasets import Dataset as Rows
+from datasets import concatenate_datasets
+from pydantic import Field
+
+from moebook.data import hub, tasks
+from moebook.data.tasks import Task
+from moebook.errors import refuse
+from moebook.settings import Count, Each, checked
+
+
+@checked
+def rows(
+    targets: Each[str | Task],
+    alignment: Each[str | Task],
+    size: Count,
+    *,
+    split: str = "train",
+    revisions: str = "",
+    seed: int,
+) -> dict[str, list[dict[str, str]]]:
+    """Draw rows of target tasks and of alignment data, ``size`` of each, to train on.
+
+    Each is a `Task` of your own, or a name: of an embedded task, whose ``split`` may be the
+    ``rest`` beside fresh test rows, or of a set of the hub, of which twice as many alignment rows
+    come. The rows are returned by these names.
+    """
+    pins = hub.pins(revisions)
+    drawn: dict[str, list[dict[str, str]]] = {}
+    for times, sources in ((2, alignment), (1, targets)):
+        for source in sources:
+            name = source if isinstance(source, str) else source.name
+            if isinstance(source, str) and not tasks.known(source):
+                most = times * size
+                pin = pins.get(name)
+                drawn[name] = hub.load(name, revision=pin, size=most, seed=seed)
+                continue
+            task = tasks.find(source) if isinstance(source, str) else source
+            count = min(size, task.available(split))
+            drawn[name] = task.rows(split, count, seed)
+    return drawn
+
+
+@checked
+def mix(
+    task: Rows,
+    alignment: Rows,
+    share: Annotated[float, Field(ge=0, lt=1)],
+    seed: Annotated[int, Field(ge=0)],
+) -> Rows:
+    """Mix a task's rows with alignment data, which keeps the general abilities (Sec. 4.3).
+
+    ``share`` is that of alignment rows in the mix: 0.5 in the paper (1:1), 0 as released.
+    """
+    wanted = math.floor(len(task) * share / (1 - share) + 0.5)
+    if wanted > len(alignment):
+        refuse("E-DATA", f"{wanted} alignment rows needed, {len(alignment)} given")
+    drawn = alignment.shuffle(seed=seed).select(range(wanted))
+    return concatenate_datasets([task, drawn]).shuffle(seed=seed)
