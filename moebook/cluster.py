@@ -57,8 +57,9 @@ def lacking(ray: Any, gpus: float) -> str:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     nodes.append(ray._private.state.state.get_max_resources_from_cluster_config() or {})
     wanted = needs(gpus)
-    if any(all(node.get(kind, 0) >= n for kind, n in wanted.items()) for node in nodes):
-        return ""
+    for node in nodes:
+        if all(node.get(kind, 0) >= count for kind, count in wanted.items()):
+            return ""
     each = " and ".join(f"{n:g} {kind}" for kind, n in wanted.items())
     most = max(node.get("GPU", 0) for node in nodes)
     return f"a run needs {each} of one node, which none has (most GPUs: {most:g}); add such a node"

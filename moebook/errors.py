@@ -112,7 +112,8 @@ def told(error: Exception, what: str = "") -> Refusal:
     or E-OS for what the system refuses, and E-INTERNAL, a fault of ours, for the rest.
     """
     if isinstance(error, Refusal):
-        code, reason = error.code, error.message
+        code = error.code
+        reason = error.message
     else:
         code, reason = _read(error)
     return Refusal(code, f"{what}: {reason}" if what else reason)

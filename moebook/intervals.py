@@ -105,25 +105,34 @@ def _needed(effects: np.ndarray, seeds: int, items: int = 0) -> np.ndarray:
 
     What is drawn, alike at every call, are the mean (normal) and the two variances (chi-squares).
     """
-    (count, before), of_seeds, of_items = (
-        effects.shape,
-        effects.mean(axis=1),
-        effects.mean(axis=0),
-    )
+    seeds_before, items_before = effects.shape
+    of_seeds = effects.mean(axis=1)
+    of_items = effects.mean(axis=0)
+
+    # What belongs to neither seed nor item, and what it leaves in the means over items and seeds.
     rest = effects - of_seeds[:, None] - of_items + effects.mean()
-    # Of neither seed nor item.
-    noise = float((rest**2).sum()) / max((count - 1) * (before - 1), 1)
-    items = items or before
-    rows = max(float(of_seeds.var(ddof=1)) - noise / before, 0) + noise / items
-    columns = (
-        max(float(of_items.var(ddof=min(before - 1, 1))) - noise / count, 0)
-        + noise / seeds
-    )
-    parts = [(rows, seeds), (columns, items)][: 1 + (items > 1)]
-    draw, sizes = np.random.default_rng(0), [number for _, number in parts]
-    spread = math.sqrt(sum(v / n for v, n in parts) - noise / (seeds * items))
-    errors = spread * draw.normal(size=DRAWS)
-    variances = [v * draw.chisquare(n - 1, DRAWS) / (n - 1) for v, n in parts]
-    half_widths: np.ndarray = combined(variances, sizes, 1 - CONFIDENCE)
+    degrees = max((seeds_before - 1) * (items_before - 1), 1)
+    noise = float((rest**2).sum()) / degrees
+    between_seeds = float(of_seeds.var(ddof=1)) - noise / items_before
+    between_items = float(of_items.var(ddof=min(items_before - 1, 1)))
+    between_items -= noise / seeds_before
+
+    # The same spreads in a study of other sizes; a single item has no variance to be drawn.
+    items = items or items_before
+    variances = [max(between_seeds, 0) + noise / items]
+    sizes = [seeds]
+    if items > 1:
+        variances.append(max(between_items, 0) + noise / seeds)
+        sizes.append(items)
+    of_mean = sum(v / n for v, n in zip(variances, sizes, strict=True))
+    of_mean -= noise / (seeds * items)  # which both of them count
+
+    draw = np.random.default_rng(0)
+    errors = math.sqrt(of_mean) * draw.normal(size=DRAWS)
+    drawn = [
+        variance * draw.chisquare(size - 1, DRAWS) / (size - 1)
+        for variance, size in zip(variances, sizes, strict=True)
+    ]
+    half_widths: np.ndarray = combined(drawn, sizes, 1 - CONFIDENCE)
     # It is shown where effect and error exceed the half width.
     return half_widths - errors

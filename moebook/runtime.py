@@ -141,7 +141,9 @@ def stopwatch(device: str | torch.device = "cpu") -> Iterator[Timing]:
     """Measure the time and peak memory of a ``with`` block; a GPU's queued work is waited for."""
     import torch
 
-    gpu, known, timing = str(device).startswith("cuda"), True, Timing()
+    gpu = str(device).startswith("cuda")
+    known = True
+    timing = Timing()
     if gpu:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

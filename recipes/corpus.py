@@ -184,7 +184,8 @@ def write(
     document gets. Returns tokens by source and part, package versions, seed and sha256.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    digest, tokens = hashlib.sha256(), {}
+    digest = hashlib.sha256()
+    tokens = {}
     for source in SOURCES:
         texts = documents(source, seed)
         ids = np.concatenate(
@@ -214,7 +215,8 @@ def batch(
     ``weights`` says which share of the rows comes from which of the ``streams``.
     """
     rng = np.random.default_rng((seed, step))
-    names, windows = list(weights), []
+    names = list(weights)
+    windows = []
     for index in rng.choice(len(weights), size=rows, p=list(weights.values())):
         stream = streams[names[index]]
         start = int(rng.integers(0, len(stream) - length))

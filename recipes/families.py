@@ -82,14 +82,16 @@ def roman_number(number: int) -> str:
 
 def difference(rng: Random) -> Pair:
     """Ask for the difference of two numbers below 100."""
-    a, b = rng.randint(0, 99), rng.randint(0, 99)
+    a = rng.randint(0, 99)
+    b = rng.randint(0, 99)
     question = rng.choice(["What is {} minus {}?", "Subtract: {} - {}", "{} - {} ="])
     return question.format(max(a, b), min(a, b)), str(abs(a - b))
 
 
 def quotient(rng: Random) -> Pair:
     """Ask for a division without remainder."""
-    b, q = rng.randint(2, 9), rng.randint(1, 12)
+    b = rng.randint(2, 9)
+    q = rng.randint(1, 12)
     question = rng.choice(
         ["Divide {} by {}.", "What is {} divided by {}?", "{} / {} ="]
     )
@@ -98,7 +100,8 @@ def quotient(rng: Random) -> Pair:
 
 def remainder(rng: Random) -> Pair:
     """Ask what remains of a division."""
-    a, b = rng.randint(5, 60), rng.randint(2, 9)
+    a = rng.randint(5, 60)
+    b = rng.randint(2, 9)
     return f"What remains when {a} is divided by {b}?", str(a % b)
 
 
@@ -137,7 +140,8 @@ def extremes(rng: Random) -> Pair:
 
 def successor(rng: Random) -> Pair:
     """Ask how an arithmetic series goes on."""
-    start, step = rng.randint(0, 40), rng.randint(1, 9)
+    start = rng.randint(0, 40)
+    step = rng.randint(1, 9)
     series = [start + step * i for i in range(5)]
     return f"Continue: {_listed(series[:4])}, ...", str(series[4])
 
@@ -146,7 +150,9 @@ def word_problem(rng: Random) -> Pair:
     """Tell of things given away and found; the answer shows its two steps."""
     name, other = rng.sample(NAMES, 2)
     thing = rng.choice(THINGS)
-    a, b, c = rng.randint(5, 40), rng.randint(1, 5), rng.randint(1, 20)
+    a = rng.randint(5, 40)
+    b = rng.randint(1, 5)
+    c = rng.randint(1, 20)
     story = f"{name} has {a} {thing}. {name} gives {b} to {other} and finds {c} more."
     answer = (
         f"{a} - {b} = {a - b}. {a - b} + {c} = {a - b + c}. The answer is {a - b + c}."
@@ -156,14 +162,17 @@ def word_problem(rng: Random) -> Pair:
 
 def price(rng: Random) -> Pair:
     """Tell of a purchase; the answer shows its two steps."""
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    count, each = rng.randint(2, 9), rng.randint(2, 9)
+    name = rng.choice(NAMES)
+    thing = rng.choice(THINGS)
+    count = rng.randint(2, 9)
+    each = rng.randint(2, 9)
     paid = count * each + rng.randint(1, 20)
     question = (
         f"{name} buys {count} {thing} for {each} dollars each and pays with {paid} dollars. "
         "How much change is there?"
     )
-    cost, left = count * each, paid - count * each
+    cost = count * each
+    left = paid - count * each
     return (
         question,
         f"{count} * {each} = {cost}. {paid} - {cost} = {left}. The answer is {left}.",
@@ -186,7 +195,8 @@ def roman(rng: Random) -> Pair:
 
 def weekday(rng: Random) -> Pair:
     """Ask which weekday comes some days later."""
-    today, days = rng.randrange(7), rng.randint(1, 10)
+    today = rng.randrange(7)
+    days = rng.randint(1, 10)
     question = f"Today is {WEEKDAYS[today]}. Which day is it in {days} days?"
     return question, WEEKDAYS[(today + days) % 7]
 
@@ -200,7 +210,9 @@ def date(rng: Random) -> Pair:
 
 def clock(rng: Random) -> Pair:
     """Ask for the time some minutes later."""
-    hour, minute, later = rng.randrange(24), rng.randrange(60), rng.randint(1, 90)
+    hour = rng.randrange(24)
+    minute = rng.randrange(60)
+    later = rng.randint(1, 90)
     total = (hour * 60 + minute + later) % 1440
     question = f"It is {hour:02d}:{minute:02d}. What time is it {later} minutes later?"
     return question, f"{total // 60:02d}:{total % 60:02d}"

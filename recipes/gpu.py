@@ -65,10 +65,8 @@ def _run(folder: Path, device: str, end: float) -> int:
         print(f"{name}: {command}", flush=True)
         facts = _here(folder, device) | {"code": storage.files.code(folder / code)}
         start = time.monotonic()
-        facts["exit"], facts["seconds"] = (
-            attempt(command, device, left),
-            time.monotonic() - start,
-        )
+        facts["exit"] = attempt(command, device, left)
+        facts["seconds"] = time.monotonic() - start
         print(f"{name}: {keep(place / f'{name}.json', command, facts)}", flush=True)
     rest = len(todo(folder, device, place))
     print(f"{rest} commands are left")

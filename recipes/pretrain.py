@@ -159,7 +159,8 @@ def prepare(
     def encode(texts: list[str]) -> list[list[int]]:
         return [row.ids for row in tokenizer.backend_tokenizer.encode_batch_fast(texts)]
 
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
     return tokenizer, corpus.write(work / "corpus", encode, bos, eos, recipe.seed)
 
 
@@ -208,7 +209,8 @@ def loss_of(
 @torch.no_grad()
 def held_out_losses(model: PreTrainedModel, work: Path) -> dict[str, float]:
     """Measure the loss by source, nats a token, on windows of the held-out parts."""
-    rows, length = 64, min(256, model.config.max_position_embeddings)
+    rows = 64
+    length = min(256, model.config.max_position_embeddings)
     model.eval()
     losses = {}
     for source, stream in streams(work, "held_out").items():
@@ -231,7 +233,8 @@ class _Run:
     def __init__(
         self, recipe: Recipe, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.recipe, on_cpu = recipe, device.type == "cpu"
+        self.recipe = recipe
+        on_cpu = device.type == "cpu"
         self.model = build_model(recipe).to(device)
         self.threads = torch.get_num_threads() if on_cpu else 1
         # At once: what stays in the cache, or in memory.
@@ -247,7 +250,8 @@ class _Run:
         ]
         options = {"betas": tuple(recipe.betas), "weight_decay": recipe.weight_decay}
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, **options)
-        self.step, self.seconds = 0, 0.0
+        self.step = 0
+        self.seconds = 0.0
         self.losses: list[float] = []
 
     def advance(self, parts: dict[str, np.ndarray]) -> None:
@@ -308,10 +312,8 @@ class _Run:
     def restore(self, path: Path) -> None:
         """Continue from a file that `save` wrote."""
         tensors = load_file(path)
-        self.losses, self.seconds = (
-            tensors["losses"].tolist(),
-            tensors["seconds"].item(),
-        )
+        self.losses = tensors["losses"].tolist()
+        self.seconds = tensors["seconds"].item()
         self.step = len(self.losses)
         for i, weight in enumerate(self.weights):
             weight.data.copy_(tensors[f"weight.{i}"])
@@ -379,10 +381,8 @@ def pretrain(
         )
     work.mkdir(parents=True, exist_ok=True)
     tokenizer, described = prepare(recipe, work)
-    run, path = (
-        _Run(recipe, dtype, resolve_device(device)),
-        work / "checkpoint.safetensors",
-    )
+    run = _Run(recipe, dtype, resolve_device(device))
+    path = work / "checkpoint.safetensors"
     if path.is_file():
         run.restore(path)
     parts = streams(work, "train")

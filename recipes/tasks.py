@@ -130,7 +130,9 @@ def _documented(source: str) -> Iterator[Row]:
         verb = verb if verb in VERBS.split() else verb.removesuffix("s")
         if verb not in VERBS.split() or not 15 <= len(doc) <= 70 or not doc.isascii():
             continue
-        node.body, node.decorator_list, node.returns = node.body[1:], [], None
+        node.body = node.body[1:]
+        node.decorator_list = []
+        node.returns = None
         code = ast.unparse(node)
         if len(code) <= 190 and code.isascii():
             rest = doc.split(" ", 1)[1].removesuffix(".")
@@ -148,7 +150,8 @@ def names_de() -> list[Row]:
     """
     import babel  # a build-time need only
 
-    english, german = babel.Locale("en"), babel.Locale("de")
+    english = babel.Locale("en")
+    german = babel.Locale("de")
     rows: dict[str, Row] = {}
     fields = {
         "country": "territories",

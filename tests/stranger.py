@@ -40,7 +40,8 @@ class Pool:
         for path in sorted(folder.glob("*.parquet")):
             table = pq.read_table(path)
             head = json.loads(table.schema.metadata[b"moebook"])
-            self.tier, self.settings = head["tier"], head["settings"]
+            self.tier = head["tier"]
+            self.settings = head["settings"]
             self.protocol = head["protocol"]
             manifest = head["manifest"]
             date = str(manifest.get("date", ""))
@@ -67,7 +68,8 @@ class Pool:
         """Rows of what a seed's test items say, the value less its reference."""
         against = [reference] if isinstance(reference, str) else reference
         if not isinstance(against, list):
-            against, constant = [], reference or 0
+            against = []
+            constant = reference or 0
         else:
             constant = 0
         rows = []
@@ -143,7 +145,8 @@ def side(claim, low, high):
         return 1 if low > 0 else -1 if high < 0 else 0
     if claim["direction"] == "less":
         return 1 if high < 0 else -1 if low > 0 else 0
-    middle, around = claim["claimed"] or 0, claim["tolerance"] or 0
+    middle = claim["claimed"] or 0
+    around = claim["tolerance"] or 0
     if low >= middle - around and high <= middle + around:
         return 1
     return -1 if high < middle - around or low > middle + around else 0

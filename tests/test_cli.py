@@ -140,7 +140,8 @@ def test_a_reader_that_has_gone_ends_the_command_in_silence():
     ours, theirs = os.pipe()
     os.close(ours)
     code = "import sys, moebook.cli as cli; sys.exit(cli.main(['audit', '--all']))"
-    command, root = [sys.executable, "-c", code], ROOT
+    command = [sys.executable, "-c", code]
+    root = ROOT
     done = subprocess.run(
         command, stdout=theirs, stderr=subprocess.PIPE, text=True, cwd=root
     )
@@ -246,7 +247,8 @@ def test_list_says_what_a_run_cost_or_what_its_manifest_lacks(
     for seed in (0, 2):
         run = Run("toy", "nano", "study", seed, (), manifest=manifest)
         records.write_run(project / "results" / "toy" / "nano" / f"{seed}.parquet", run)
-    code, (out, errors) = cli.main(["list"]), capsys.readouterr()
+    code = cli.main(["list"])
+    out, errors = capsys.readouterr()
     if "incomplete" in told:
         assert code == 2 and errors.count("\n") == 1
         assert errors.startswith("E-RUN: the manifest of toy, nano, seed 2 is " + told)

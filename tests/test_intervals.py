@@ -88,7 +88,8 @@ def cases() -> dict[tuple[float, float, float, int], str]:
     committed = {}
     for row in verdicts.ledger(live=False):
         for measurement in row.measurements:
-            claim, effects = measurement.claim, measurement.effects
+            claim = measurement.claim
+            effects = measurement.effects
             if claim.exact or measurement.seeds == 1 or np.ptp(effects) == 0:
                 continue
             case = (*spreads(effects), effects.shape[1])

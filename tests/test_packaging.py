@@ -79,12 +79,14 @@ def needs(requirement: Requirement) -> list[Requirement]:
 def closure() -> set[Requirement]:
     """All that is asked for, directly or through others; of torch's own needs only locked ones."""
     locked = pins("requirements.lock")
-    found, waiting = set[Requirement](), requirements()
+    found = set[Requirement]()
+    waiting = requirements()
     while waiting:
         requirement = waiting.pop()
         if requirement not in found:
             found.add(requirement)
-            new, torch = needs(requirement), requirement.name == "torch"
+            new = needs(requirement)
+            torch = requirement.name == "torch"
             waiting += [
                 n for n in new if not torch or canonicalize_name(n.name) in locked
             ]
@@ -93,10 +95,8 @@ def closure() -> set[Requirement]:
 
 def unmet(asked: Iterable[Requirement]) -> list[str]:
     """Requirements whose pin is missing or out of their range."""
-    locked, named = (
-        pins("requirements.lock"),
-        [(canonicalize_name(r.name), r) for r in asked],
-    )
+    locked = pins("requirements.lock")
+    named = [(canonicalize_name(r.name), r) for r in asked]
     return [
         f"{requirement} but {locked.get(name, 'no pin')}"
         for name, requirement in named
@@ -200,7 +200,8 @@ def test_the_package_kernels_is_absent():
 def test_every_import_of_the_package_and_of_the_recipes_is_declared():
     extras = [Requirement(text) for extra in EXTRAS.values() for text in extra]
     declared = {canonicalize_name(need.name) for need in (*requirements(), *extras)}
-    distributions, imported = metadata.packages_distributions(), set()
+    distributions = metadata.packages_distributions()
+    imported = set()
     for path in (*(ROOT / "moebook").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):

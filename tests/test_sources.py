@@ -59,7 +59,8 @@ def frame(codes: list[Cell]) -> int:
 
 def cell_problems(number: int, cell: Cell, in_frame: bool) -> Iterator[str]:
     """What is wrong with one code cell; numbers count code cells from 0."""
-    where, nodes = f"code cell {number}: ", list(ast.walk(ast.parse(code(cell))))
+    where = f"code cell {number}: "
+    nodes = list(ast.walk(ast.parse(code(cell))))
     if cell.get("outputs") or cell.get("execution_count") is not None:
         yield f"{where}holds outputs"
     imports = any(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes)
@@ -110,7 +111,8 @@ def folding_problems(notebook: dict[str, Any]) -> Iterator[str]:
 
 def notebook_problems(notebook: dict[str, Any]) -> Iterator[str]:
     """Everything that keeps a notebook from being a recipe that tells its story."""
-    cells, codes = notebook["cells"], code_cells(notebook)
+    cells = notebook["cells"]
+    codes = code_cells(notebook)
     framed = frame(codes)
     for number, cell in enumerate(codes):
         yield from cell_problems(number, cell, number < framed)

@@ -13,7 +13,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet, tokens = pre_tokenizers.ByteLevel.alphabet(), list(special.values())
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokens = list(special.values())
     trainer = trainers.BpeTrainer(
         vocab_size=300,
         special_tokens=tokens,

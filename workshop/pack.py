@@ -55,7 +55,8 @@ OFFLINE = [
 
 def main(folder: Path) -> Path:
     """Make the pack, try it, print the size of each part."""
-    html, pack = folder / "_build" / "html", folder / "_build" / "pack"
+    html = folder / "_build" / "html"
+    pack = folder / "_build" / "pack"
     if not (html / "index.html").is_file():
         refuse("E-BOOK", f"no book in {html}; run: make book")
     shutil.rmtree(pack, ignore_errors=True)

@@ -29,7 +29,8 @@ def times(folder: Path) -> str:
 def renewed(text: str, folder: Path) -> str:
     """Put what was found and measured between the marks of a README."""
     for name, part in (("found", found(folder)), ("times", times(folder))):
-        start, end = MARK.format(name), f"<!-- end of {name} -->\n"
+        start = MARK.format(name)
+        end = f"<!-- end of {name} -->\n"
         before, _, rest = text.partition(start)
         _, _, after = rest.partition(end)
         text = f"{before}{start}{part}{end}{after}"

@@ -72,7 +72,8 @@ def _figures(cells: list[Any]) -> Iterator[Slide]:
         figure = cell["metadata"].get("mystnb", {})
         for output in cell.get("outputs", []):
             if figure and (png := output.get("data", {}).get("image/png")):
-                caption, alt = figure["figure"]["caption"], figure["image"]["alt"]
+                caption = figure["figure"]["caption"]
+                alt = figure["image"]["alt"]
                 yield Slide(
                     heading, "", data(base64.b64decode(png), "png"), alt, caption
                 )
@@ -86,7 +87,8 @@ def write(target: Path, folder: Path) -> list[Path]:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["markdown2html"] = markdown2html
-    template, decks = environment.get_template("slides.html"), []
+    template = environment.get_template("slides.html")
+    decks = []
     shutil.copytree(HERE / "reveal", target / "reveal", dirs_exist_ok=True)
     shutil.copy(
         folder / "book" / "_static" / "mathjax" / "tex-svg.js", target / "reveal"

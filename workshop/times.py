@@ -35,7 +35,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         subprocess.run(["git", "clone", "-q", str(folder), str(clone)], check=True)
         (clone / ".venv").symlink_to(folder / ".venv")
         environment = os.environ | {"PYTHONPATH": str(clone)}
-        before, start = spent(), time.perf_counter()
+        before = spent()
+        start = time.perf_counter()
         command = pace.COMMANDS[name]
         done = subprocess.run(command.split(), cwd=clone, env=environment, check=False)
         found: dict[str, Any] = {
@@ -64,7 +65,8 @@ def main(names: list[str], folder: Path) -> Path:
             "E-TIMES",
             f"{busy:.1f} programs are at work here: they would be measured too",
         )
-    path, told = folder / "results" / pace.RECORD, pace.times(folder)
+    path = folder / "results" / pace.RECORD
+    told = pace.times(folder)
     if told.get("version") != moebook.__version__:
         told = {"version": moebook.__version__, "commands": {}, "notebooks": {}}
     machine = runtime.environment()

@@ -61,7 +61,8 @@ class _Totals:
         self.tokens += len(logs)
         squares = logit_scale(decision.logits) ** 2 * len(logs)
         self.squares += float(np.float32(squares))  # as in all recorded runs
-        self.nats -= float((logs.exp() * logs).sum(-1).sum())
+        entropies = -(logs.exp() * logs).sum(-1)  # [T], sum -p ln p
+        self.nats += float(entropies.sum())
         ids = decision.ids.flatten()
         self.slots = self.slots + torch.bincount(ids, minlength=logs.shape[1])
 
@@ -113,10 +114,12 @@ def gradients(model: nn.Module, batch: Mapping[str, Any]) -> pd.DataFrame:
     """
     layers = sparse_layers(model)
     weights = [_trained(layer.router) for layer in layers]
-    norms = iter(_gradients(model, batch, list(chain.from_iterable(weights))))
+    every = list(chain.from_iterable(weights))
+    norms = iter(_gradients(model, batch, every))
     rows = []
     for layer, of_router in zip(layers, weights, strict=True):
-        rows.append((layer.index, math.hypot(*islice(norms, len(of_router)))))
+        own = islice(norms, len(of_router))  # a norm a weight of the router
+        rows.append((layer.index, math.hypot(*own)))
     return pd.DataFrame(rows, columns=["layer", "gradient"])
 
 
@@ -209,8 +212,10 @@ def consistency(checkpoints: Each[Tensor]) -> pd.DataFrame:
     shapes("consistency", tensors, empty="")
     scores = []
     for before, after in combinations(checkpoints, 2):
-        shared = (before & after).sum(-1).double()  # [L, T]
-        scores.append((shared / (before | after).sum(-1)).mean(-1))
+        # Jaccard's index of a token's experts before and after: those in both over those in either.
+        both = (before & after).sum(-1).double()  # [L, T]
+        either = (before | after).sum(-1)
+        scores.append((both / either).mean(-1))
     means = torch.stack(scores).mean(0)  # [L]
     return pd.DataFrame({"layer": range(len(means)), "consistency": means.tolist()})
 

@@ -101,7 +101,8 @@ def load(frame: Shares) -> pd.DataFrame:
     """
     share = _over_domains(frame, KEYS)
     logs = np.log(share.where(share > 0, 1.0))
-    entropy = -(share * logs).sum(axis=1) / max(np.log(share.shape[1]), 1e-12)
+    uniform = max(np.log(share.shape[1]), 1e-12)  # of a single expert it would be 0
+    entropy = -(share * logs).sum(axis=1) / uniform
     entropy = entropy.clip(0, 1)  # rounding can pass 1 by a hair
     largest = share.max(axis=1)
     return pd.DataFrame({"entropy": entropy, "largest": largest}).reset_index()
@@ -152,7 +153,8 @@ def panels(shares: Shares, most: Count = 4) -> dict[str, pd.DataFrame]:
     """Arrange `shares` for heat maps, domains by experts, of ``most`` layers."""
     last = int(shares.layer.max())
     # From the first to the last.
-    layers = set(np.linspace(0, last, min(most, last + 1)).astype(int))
+    count = min(most, last + 1)
+    layers = set(np.linspace(0, last, count).astype(int))
     tables = {}
     for layer, of_layer in shares.groupby("layer"):
         if layer in layers:

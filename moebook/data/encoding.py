@@ -72,7 +72,8 @@ def encode(
         missing = "the tokenizer has no end-of-sequence token"
         refuse("E-DATA", f"{missing}; set tokenizer.eos_token")
     form = FORMATS[format]
-    prompts, answers = [], []
+    prompts = []
+    answers = []
     for index, row in enumerate(rows):
         prompt, answer = _rendered(row, form, index)
         prompts.append(prompt)

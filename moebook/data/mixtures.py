@@ -116,7 +116,9 @@ def passages(size: int, seed: int = 0) -> dict[str, list[str]]:
     """
     drawn = {}
     for domain, (file, fields) in PASSAGES.items():
-        texts = [" ".join(row[name] for name in fields) for row in shipped(file)]
+        texts: list[str] = []
+        for row in shipped(file):
+            texts.append(" ".join(row[name] for name in fields))
         random.Random(f"passages/{domain}/{seed}").shuffle(texts)
         by_opening = {opening(text): text for text in texts}
         have = len(by_opening)

@@ -248,7 +248,8 @@ def paired(
     for one, other in pairs:
         if one not in tables or other not in tables:
             continue
-        first, second = tables[one], tables[other]
+        first = tables[one]
+        second = tables[other]
         items = ["task", "item"]
         if not np.array_equal(first[items].to_numpy(), second[items].to_numpy()):
             differ = f"{one} and {other} were evaluated on other items"
@@ -311,7 +312,8 @@ def _answered(lm: InMemory, drawn: Sequence[Drawn], format: str) -> list[Line]:
     results = lm.examine(pairs, limits)
     lines = []
     for one, (_, scored), (text, score) in zip(drawn, pairs, results, strict=True):
-        task, answer = one.task, one.row["answer"]
+        task = one.task
+        answer = one.row["answer"]
         correct = int(task.normalise(text) == task.normalise(answer))
         counts = (one.number, correct, -score / len(scored), -score)
         texts = (answer, text)

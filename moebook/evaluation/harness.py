@@ -110,7 +110,8 @@ class Harness(InMemory, TemplateLM):
 
     def generate_until(self, requests: list[Instance], **_: Any) -> list[str]:
         """Answer lm-eval's requests greedily."""
-        contexts, limits = [], []
+        contexts = []
+        limits = []
         for request in requests:
             text, settings = request.args
             until = settings.get("until") or []

@@ -72,8 +72,12 @@ MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
 ENDED = "the program has ended, or says too much"
 PLAIN = (list, tuple, set, frozenset, bytes)
 # Operations of a filter (linux/filter.h): load a word, jump if equal, return.
-LOAD, JUMP, RETURN = 0x20, 0x15, 0x06
-KILL, REFUSED, ALLOW = 0, 0x00050001, 0x7FFF0000  # refused with EPERM
+LOAD = 0x20
+JUMP = 0x15
+RETURN = 0x06
+KILL = 0
+REFUSED = 0x00050001
+ALLOW = 0x7FFF0000  # refused with EPERM
 
 
 def confine() -> None:
@@ -108,7 +112,8 @@ def confine() -> None:
     instructions = b"".join(struct.pack("HBBI", *line) for line in lines)
     code = ctypes.create_string_buffer(instructions)
     program = struct.pack("HxxxxxxP", len(lines), ctypes.addressof(code))
-    set_seccomp, by_filter = 22, 2
+    set_seccomp = 22
+    by_filter = 2
     libc = ctypes.CDLL(None)
     if libc.prctl(set_seccomp, by_filter, ctypes.c_char_p(program), 0, 0):
         os._exit(3)
@@ -169,7 +174,8 @@ def judge(job: dict[str, Any], requests: TextIO, replies: TextIO) -> None:
     exec(job["given"], names)
     tree = ast.parse(job["tests"])
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    for name in used - names.keys() - set(dir(builtins)) | set(job["own"]):
+    unknown = used - names.keys() - set(dir(builtins))
+    for name in unknown | set(job["own"]):
         names[name] = remote(name, requests, replies)
     exec(compile(tree, "tests", "exec"), names)
 

@@ -43,7 +43,8 @@ MODEL = "MOEBOOK_JUDGE_MODEL"
 KEY = "MOEBOOK_JUDGE_KEY"
 PRICE = "MOEBOOK_JUDGE_PRICE"
 with formed(Path(__file__).with_name("judge.yaml")) as _FILE:
-    GRADE, PAIR = _FILE["grade"], _FILE["pair"]
+    GRADE = _FILE["grade"]
+    PAIR = _FILE["pair"]
     RUBRICS: dict[str, list[str]] = {}  # criteria by kind of task
     KIND_OF: dict[str, str] = {}  # of a task
     for _kind, _rubric in _FILE["rubrics"].items():
@@ -172,8 +173,8 @@ class Judge:
         replies = self._ask(prompts, lambda said: said.get("better") in SIDES)
         places = [SIDES[said["better"]] for said in replies]
         # By row: as shown, and in the other order, where the first is ``other``.
-        by_row = np.array(places).reshape(-1, 2)
-        return list(((by_row[:, 0] - by_row[:, 1]) / 2).round().astype(float))
+        as_shown, turned = np.array(places).reshape(-1, 2).T
+        return list(((as_shown - turned) / 2).round().astype(float))
 
     def _ask(
         self, prompts: Sequence[str], check: Callable[[dict[str, Any]], bool]
@@ -300,7 +301,8 @@ def _tokens(usage: object) -> tuple[int, int] | None:
     """The tokens read and written that a reply's usage tells; None if it does not."""
     if not isinstance(usage, dict):
         return None
-    read, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    read = usage.get("prompt_tokens")
+    written = usage.get("completion_tokens")
     if type(read) is int and type(written) is int and min(read, written) >= 0:
         return read, written
     return None
@@ -349,7 +351,8 @@ def agreement(
         refuse("E-RANGE", f"agreement: {partly}")
     lines = {}
     for name, of_task in table.groupby("task", sort=False):
-        correct, grade = of_task.correct, of_task.grade
+        correct = of_task.correct
+        grade = of_task.grade
         both = correct.nunique() == 2
         lines[name] = {
             "rows": len(of_task),

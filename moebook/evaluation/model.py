@@ -109,7 +109,8 @@ class InMemory:
                     f"an answer behind {text!r} has no token; expected one to score",
                 )
         pairs = self._fitting(pairs, [0] * len(pairs))
-        by_length = sorted(range(len(pairs)), key=lambda row: sum(map(len, pairs[row])))
+        lengths = [len(before) + len(scored) for before, scored in pairs]
+        by_length = sorted(range(len(pairs)), key=lengths.__getitem__)
         scores: dict[int, tuple[float, bool]] = {}
         with plain(self.model):
             for rows in self._batches([by_length], "likelihood"):
@@ -155,9 +156,8 @@ class InMemory:
         pairs = self._fitting(pairs, rooms)
         write = self._continued if keeps_cache(self.model) else self._rereading
         # Rows of a batch have the same limit, and about as many tokens.
-        order = sorted(
-            range(len(pairs)), key=lambda row: (limits[row], len(pairs[row][0]))
-        )
+        lengths = [len(before) for before, _ in pairs]
+        order = sorted(range(len(pairs)), key=lambda row: (limits[row], lengths[row]))
         groups = [list(group) for _, group in groupby(order, key=limits.__getitem__)]
         answers: dict[int, tuple[str, float]] = {}
         with plain(self.model):
@@ -238,7 +238,9 @@ class InMemory:
             if len(lines) < len(going):
                 left = torch.tensor(lines, device=self.device)
                 cache.batch_select_indices(left)
-                tokens, mask, positions = tokens[left], mask[left], positions[left]
+                tokens = tokens[left]
+                mask = mask[left]
+                positions = positions[left]
                 going = [going[line] for line in lines]
             ids = tokens[:, None]
             positions = positions[:, -1:] + 1
@@ -258,7 +260,8 @@ class InMemory:
         taken: list[list[int]] = [[] for _ in pairs]
         going = list(range(len(pairs)))
         for _ in range(most):
-            logits = self._last_logits([(pairs[row][0], taken[row]) for row in going])
+            texts = [(pairs[row][0], taken[row]) for row in going]
+            logits = self._last_logits(texts)
             best = _next(logits, going, drawn)
             for row, token in zip(going, best.tolist(), strict=True):
                 taken[row].append(token)

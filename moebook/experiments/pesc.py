@@ -324,8 +324,9 @@ def shares(
     results: Mapping[str, Result], batches: Mapping[str, Any]
 ) -> dict[str, pd.DataFrame]:
     """Measure by domain which expert serves which tokens, of arms with several experts."""
-    return {
-        name: routing.shares(result.model, batches)
-        for name, result in results.items()
-        if any(len(router.weight) > 1 for router in routers(result.model))
-    }
+    tables: dict[str, pd.DataFrame] = {}
+    for name, result in results.items():
+        experts = [len(router.weight) for router in routers(result.model)]
+        if max(experts, default=1) > 1:
+            tables[name] = routing.shares(result.model, batches)
+    return tables

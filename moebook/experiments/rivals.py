@@ -92,9 +92,11 @@ def _needs(
         if arm.rival != "lorahub":
             continue
         if arm.bank == "chosen":
-            size, parameter = settings["experts"], "experts"
+            size = settings["experts"]
+            parameter = "experts"
         elif bank:
-            size, parameter = len(bank), "members"
+            size = len(bank)
+            parameter = "members"
             if settings["bank_folder"] and not settings["members"]:
                 parameter = "bank_folder"
         else:  # a folder alone tells

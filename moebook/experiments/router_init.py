@@ -65,7 +65,8 @@ COMPARED = 4  # experts of the starts that a run compares at step 0
 
 def plan(settings: Settings) -> dict[str, upcycling.config.Arm]:
     """Return by name how each arm starts, how long it trains and when it is tested."""
-    length, combine = settings["length"], settings["combine"]
+    length = settings["length"]
+    combine = settings["combine"]
     return upcycling.arms(settings["steps"], length=length, combine=combine)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ def _segments(
         ids, swap = routing.ids.sort(dim=1)
         gates = gates.gather(1, swap)
         pair = ids[:, :1] * experts + ids[:, 1:]  # [T, 1]
-        members = [[low, high] for low in range(experts) for high in range(experts)]
+        members = [list(pair) for pair in itertools.product(range(experts), repeat=2)]
         by_pair = grouped(pair, gates[:, :1], experts**2)
         layout = lay_out(by_pair, h.dtype, 2 * numbers)
     y: Tensor = _Segments.apply(h, other, gates, down, up, layout, members)

@@ -38,7 +38,8 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     ``out [N, M]`` is where to write it, new memory by default; it shares none with the factors.
     oneDNN writes to memory of its own, which is copied from the cache in pieces of a few rows.
     """
-    (rows, inner), columns = left.shape, right.shape[1]
+    rows, inner = left.shape
+    columns = right.shape[1]
     compiled = is_compiled(left.dtype, left.device, rows * inner * columns)
     if left.dtype != torch.float32 or not compiled:
         return torch.mm(left, right, out=out)

@@ -127,7 +127,8 @@ def on_hub(name: str) -> Path | None:
     hub = _HUB_NAME.fullmatch(name)
     if hub is None:
         return None
-    repo, revision = hub["repo"], hub["revision"]
+    repo = hub["repo"]
+    revision = hub["revision"]
     if not re.fullmatch(r"(?!0{40})[0-9a-f]{40}", revision or ""):
         moves = f"the hub's revision '{revision or 'main'}' is no commit"
         neither = f"'{repo}' is no folder here, and {moves} (a branch may move)"
@@ -241,7 +242,7 @@ def built(
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Read a folder's tokenizer and give it a pad token where it has none."""
-    if not any(path for kind in _TOKENIZERS for path in folder.glob(kind)):
+    if not any(any(folder.glob(kind)) for kind in _TOKENIZERS):
         upcycled = "for an upcycled one: upcycling.export(tokenizer=...)"
         hint = f"save it beside the model; {upcycled}"
         refuse(
@@ -294,7 +295,8 @@ def _at_most(tensors: int, elements: int) -> Iterator[None]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers' bars and notes."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

@@ -52,7 +52,8 @@ class Flops(TorchDispatchMode):
     ) -> Any:
         """Run an op and add what it costs."""
         result = func(*args, **(kwargs or {}))
-        packet, name = func._overloadpacket, func._overloadpacket.__name__
+        packet = func._overloadpacket
+        name = func._overloadpacket.__name__
         if packet in flop_registry:
             self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
         elif name == ATTENTION:
@@ -78,7 +79,8 @@ def price(
 
     def sizes(step: int) -> NDArray[np.float64]:
         batch = batches[step]
-        (rows, length), kept = batch["input_ids"].shape, len(batch["logits_to_keep"])
+        rows, length = batch["input_ids"].shape
+        kept = len(batch["logits_to_keep"])
         return np.array([rows * length, rows * length**2, rows * kept], dtype=float)
 
     flops = [measured(model, [batches[step]], penalty) for step in range(PROBED)]
@@ -90,7 +92,8 @@ def measured(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], penalty: Penalty | None
 ) -> int:
     """Count the FLOPs of forward and backward passes over batches; no gradient is left behind."""
-    device, training = next(model.parameters()).device, model.training
+    device = next(model.parameters()).device
+    training = model.training
     model.train()
     with Flops() as counted, torch.random.fork_rng(), plain(model):
         for batch in batches:
@@ -119,7 +122,8 @@ def affordable(cost: Price, budget: float) -> tuple[int, float]:
             )
         return price
 
-    steps, spent = 1, of_step(0)
+    steps = 1
+    spent = of_step(0)
     if budget > MOST * spent:
         refuse(
             "E-RANGE",

@@ -75,46 +75,61 @@ def as_adapters(
     layers = dense_layers(anatomy(model), None, "PESC")
     check_alike(loras, ranks=True)
     paths = {part: path for path, part in model.named_modules()}
-    seen: dict[int, list[tuple[Tensor, Tensor]]] = {layer.index: [] for layer in layers}
-    masks: list[Tensor] = []
-
-    def see(layer: int, arguments: tuple[Any, ...], output: Tensor) -> None:
-        seen[layer].append((arguments[0][masks[-1]], output[masks[-1]]))
-
     ends = {layer.index: layer.mlp.down_proj for layer in layers}
-    device = next(model.parameters()).device
-    with evaluating(model), hooked(ends, see):
-        for batch in batches:
-            check_batch("as_adapters", model, batch, needs=["attention_mask"])
-            masks.append(batch["attention_mask"].bool().to(device))
-            inputs = {
-                key: batch[key].to(device) for key in ("input_ids", "attention_mask")
-            }
-            model(**inputs, use_cache=False)
-    if not masks:
-        refuse("E-DATA", "as_adapters: no batch is given, expected one at least")
-    down, up, explained = [], [], []
-    for layer in layers:
-        f, h = (
-            torch.cat(parts).double() for parts in zip(*seen[layer.index], strict=True)
-        )
-        path = paths[ends[layer.index]]
-        if lacking := [lora.name for lora in loras if path not in lora.down]:
-            refuse(
-                "E-KEYS",
-                f"'{lacking[0]}' adapts no {path}: train the bank on down_proj",
-            )
+    for end in ends.values():
+        lacking = [lora.name for lora in loras if paths[end] not in lora.down]
+        if lacking:
+            what = f"'{lacking[0]}' adapts no {paths[end]}"
+            refuse("E-KEYS", f"{what}: train the bank on down_proj")
+
+    seen = _through(model, ends, batches)
+    down: list[Tensor] = []
+    up: list[Tensor] = []
+    explained: list[Tensor] = []
+    for layer, end in ends.items():
+        f = seen[layer][0].double()  # [T, F]
+        h = seen[layer][1].double()  # [T, D]
+        path = paths[end]
         read = torch.stack([f @ lora.down[path].to(f).T for lora in loras])  # [N, T, R]
-        fit = torch.linalg.lstsq(
-            h.expand(len(loras), -1, -1), read
-        ).solution  # [N, D, R]
-        rest = (read - h @ fit).square().sum((1, 2))
+        fit = torch.linalg.lstsq(h.expand(len(loras), -1, -1), read).solution
+        rest = (read - h @ fit).square().sum((1, 2))  # fit is C: [N, D, R]
         explained.append(1 - rest / read.square().sum((1, 2)))
-        # [N, R, D].
+        # s B': [N, R, D].
         write = torch.stack([lora.scale * lora.up[path].to(f).T for lora in loras])
         down.append(torch.cat([fit, -fit], 2).float())
         up.append(torch.cat([write, -write], 1).float())
     return AsAdapters(torch.stack(down), torch.stack(up), torch.stack(explained))
+
+
+def _through(
+    model: nn.Module, linears: Mapping[int, nn.Module], batches: Batches
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return what goes into linear layers and comes out, ``[T, F]`` and ``[T, D]``.
+
+    T are the real tokens of all batches.
+    """
+    entering: dict[int, list[Tensor]] = {layer: [] for layer in linears}
+    leaving: dict[int, list[Tensor]] = {layer: [] for layer in linears}
+    masks: list[Tensor] = []
+
+    def see(layer: int, arguments: tuple[Any, ...], output: Tensor) -> None:
+        entering[layer].append(arguments[0][masks[-1]])
+        leaving[layer].append(output[masks[-1]])
+
+    device = next(model.parameters()).device
+    with evaluating(model), hooked(linears, see):
+        for batch in batches:
+            check_batch("as_adapters", model, batch, needs=["attention_mask"])
+            ids = batch["input_ids"].to(device)
+            mask = batch["attention_mask"].to(device)
+            masks.append(mask.bool())
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
+    if not masks:
+        refuse("E-DATA", "as_adapters: no batch is given, expected one at least")
+    return {
+        layer: (torch.cat(entering[layer]), torch.cat(leaving[layer]))
+        for layer in linears
+    }
 
 
 @torch.no_grad()
@@ -142,7 +157,8 @@ def only(model: nn.Module, selection: Selection) -> nn.Module:
     """
     model.requires_grad_(False)
     for layer in sparse_layers(model):
-        part, chosen = layer.experts, list(selection.experts[layer.index])
+        part = layer.experts
+        chosen = list(selection.experts[layer.index])
         if not isinstance(part, mnn.Adapters):
             refuse(
                 "E-MODEL",
@@ -185,11 +201,11 @@ def by_expert(
         refuse("E-NONFINITE", "by_expert: nats hold NaN or infinity")
     lag = (chosen - chosen.min()).to_numpy()
     best = lag.argmin(0)
-    return {
-        name: [shot for shot, owner in enumerate(best) if owner == place]
-        or [int(row.argmin())]
-        for place, (name, row) in enumerate(zip(experts, lag, strict=True))
-    }
+    dealt: dict[str, list[int]] = {}
+    for place, name in enumerate(experts):
+        own = np.flatnonzero(best == place).tolist()
+        dealt[name] = own or [int(lag[place].argmin())]
+    return dealt
 
 
 @checked

@@ -44,7 +44,9 @@ class Batches:
         self.row_ids: list[list[int]] = columns["input_ids"]
         self.row_labels: list[list[int]] = columns["labels"]
         self.lengths = np.array([len(ids) for ids in self.row_ids])
-        self.size, self.seed, self.pad_id = size, seed, pad_id
+        self.size = size
+        self.seed = seed
+        self.pad_id = pad_id
         self._epoch: tuple[int, list[np.ndarray]] = (-1, [])
         if not self.row_ids:
             refuse("E-DATA", "training data: no rows; expected at least one")
@@ -67,7 +69,8 @@ class Batches:
         if (length := self.lengths.max()) > longest:
             where = f"row {self.lengths.argmax()} has {length} tokens"
             refuse("E-RANGE", f"{where}, the model takes {longest}: lower max_length")
-        ids, labels = {*chain(*self.row_ids)}, {*chain(*self.row_labels)} - {IGNORED}
+        ids = {*chain(*self.row_ids)}
+        labels = {*chain(*self.row_labels)} - {IGNORED}
         for name, used in (
             ("input_ids", ids),
             ("pad_id", {self.pad_id}),
@@ -97,9 +100,9 @@ class Batches:
 
     def labels(self, step: int) -> float:
         """Number of labels in the batch of a step; no token comes before the first of a row."""
-        labels = [
-            label for row in self.rows(step) for label in self.row_labels[row][1:]
-        ]
+        labels: list[int] = []
+        for row in self.rows(step):
+            labels += self.row_labels[row][1:]
         return float(len(labels) - labels.count(IGNORED))
 
     def rows(self, step: int) -> np.ndarray:
@@ -136,7 +139,8 @@ class Batches:
     def _order(self, epoch: int) -> list[np.ndarray]:
         """Shuffle the rows, sort each pool by length, cut it into batches, shuffle the batches."""
         rng = np.random.default_rng([self.seed, epoch])
-        shuffled, batches = rng.permutation(len(self.row_ids)), []
+        shuffled = rng.permutation(len(self.row_ids))
+        batches = []
         for pool in np.split(
             shuffled, range(POOL * self.size, len(shuffled), POOL * self.size)
         ):
@@ -167,7 +171,8 @@ def nats(model: nn.Module, rows: Rows, *, pad_id: int = 0, batch: int = 32) -> f
     >>> 0 < nats(model, rows, pad_id=tokenizer.pad_token_id) < 8
     True
     """
-    device, total = next(model.parameters()).device, 0.0
+    device = next(model.parameters()).device
+    total = 0.0
     batches = Batches(rows, batch, seed=0, pad_id=pad_id)
     batches.check(vocabulary(model), longest(model))
     order = np.argsort(batches.lengths, kind="stable")

@@ -40,13 +40,15 @@ KEPT = 2
 # Seconds between two checkpoints, and bytes a second that one may cost.
 PAUSE = 300.0
 RATE = 2**24
-TENSORS, FACTS = "tensors.safetensors", "facts.json"
+TENSORS = "tensors.safetensors"
+FACTS = "facts.json"
 _numbers = itertools.count(1)  # of this process's trainings
 
 
 def place(model: nn.Module, run: Any) -> Path | None:
     """Name the folder of the next training in a notebook's run; None where memory is short."""
-    machine, number = environment(), next(_numbers)
+    machine = environment()
+    number = next(_numbers)
     name = sha256(json.dumps([run, machine], sort_keys=True).encode()).hexdigest()[:12]
     small = 6 * size(model) <= machine["memory"]
     return Path(os.environ[RESUME], f"{number:03d}-{name}") if small else None
@@ -130,7 +132,8 @@ class Store:
         before it is missing, without which training could not go on from it, nor unasked where
         the whole training takes less time than a checkpoint may.
         """
-        step, there = len(seconds), self.steps()
+        step = len(seconds)
+        there = self.steps()
         if not self.asked and seconds[-1] / step * total < min(
             PAUSE, size(model) / RATE
         ):
@@ -187,7 +190,8 @@ class Store:
         facts = {"settings": self.run, "history": history.columns()}
         machine = {"versions": versions(), "threads": torch.get_num_threads()}
         machine |= {"processes": processes()[1]}
-        step, tensors = len(history.step), capture(model, optimizer)
+        step = len(history.step)
+        tensors = capture(model, optimizer)
         files = {FACTS: json.dumps(facts).encode()}
         target = self.folder / f"step-{step}"
         try:
@@ -321,39 +325,37 @@ def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 def restore(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
     """Put back what `capture` collected; refuse names, shapes or dtypes that do not fit."""
-    changing, order = _changing(model), _order(model, optimizer)
+    changing = _changing(model)
+    order = _order(model, optimizer)
     state: dict[str, dict[str, Tensor | int]] = {name: {} for name in order}
     for key, tensor in tensors.items():
         name, _, part = key.removeprefix("optimizer.").rpartition(".")
         if key.startswith("optimizer.") and name in state:
+            # Bitsandbytes counts its steps in an int.
             state[name][part] = int(tensor) if tensor.dtype == torch.int64 else tensor
-    wanted, saved = dict(changing), tensors
-    if (
-        "fused" in optimizer.param_groups[0]
-    ):  # torch's; bitsandbytes' states depend on the device
-        wanted |= _moments({name: order[name] for name in filter(state.get, order)})
-    else:
-        saved = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name.startswith("model.")
-        }
-    misfits = sorted(wanted.keys() ^ saved.keys()) or [
-        f"{name} {tuple(tensor.shape)} {tensor.dtype}"
-        for name, tensor in saved.items()
-        if (tensor.shape, tensor.dtype) != (wanted[name].shape, wanted[name].dtype)
-    ]
+
+    if "fused" in optimizer.param_groups[0]:  # torch's
+        stepped = {name: part for name, part in order.items() if state[name]}
+        wanted = changing | _moments(stepped)
+        saved = tensors
+    else:  # bitsandbytes', whose states depend on the device
+        wanted = changing
+        saved = {n: tensor for n, tensor in tensors.items() if n.startswith("model.")}
+    misfits = sorted(wanted.keys() ^ saved.keys())
+    if not misfits:
+        for name, tensor in saved.items():
+            fits = tensor.shape == wanted[name].shape
+            if not fits or tensor.dtype != wanted[name].dtype:
+                misfits.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
     if misfits:
-        refuse(
-            "E-SHAPE",
-            f"{len(misfits)} tensors do not fit this model, first {misfits[:3]}",
-        )
+        what = f"{len(misfits)} tensors do not fit this model"
+        refuse("E-SHAPE", f"{what}, first {misfits[:3]}")
+
     with torch.no_grad():
         for name, tensor in changing.items():
             tensor.copy_(tensors[name])
-    optimizer.load_state_dict(
-        {**optimizer.state_dict(), "state": dict(enumerate(state.values()))}
-    )
+    numbered = dict(enumerate(state.values()))
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": numbered})
 
 
 def _read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -363,7 +365,8 @@ def _read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = reader.read_metadata().state_dict_metadata
     except SafetensorError as error:
         refuse("E-FORMAT", f"{folder} holds files that are not safetensors ({error})")
-    tensors, odd = {}, {}
+    tensors = {}
+    odd = {}
     for name, kept in found.items():
         kind = (kept.size, kept.properties.dtype)
         if name in like and (like[name].shape, like[name].dtype) == kind:
@@ -380,15 +383,12 @@ def _read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _moments(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What AdamW keeps of each parameter, by the name that it has in a checkpoint."""
-    return {
-        f"optimizer.{name}.{part}": like
-        for name, tensor in parameters.items()
-        for part, like in (
-            ("step", torch.zeros(())),
-            ("exp_avg", tensor),
-            ("exp_avg_sq", tensor),
-        )
-    }
+    kept: dict[str, Tensor] = {}
+    for name, tensor in parameters.items():
+        kept[f"optimizer.{name}.step"] = torch.zeros(())
+        kept[f"optimizer.{name}.exp_avg"] = tensor
+        kept[f"optimizer.{name}.exp_avg_sq"] = tensor
+    return kept
 
 
 def _changing(model: nn.Module) -> dict[str, Tensor]:
@@ -404,6 +404,8 @@ def _changing(model: nn.Module) -> dict[str, Tensor]:
 def _order(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """The optimizer's parameters by name, in the order of its own numbering."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        names[id(p)]: p for group in optimizer.param_groups for p in group["params"]
-    }
+    order: dict[str, nn.Parameter] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            order[names[id(parameter)]] = parameter
+    return order

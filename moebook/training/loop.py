@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import chain
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -206,7 +207,7 @@ def fit(
 
 def _marks(milestones: Milestones) -> frozenset[int]:
     """Return the steps at which something is measured."""
-    marks = frozenset(step for steps, _ in milestones for step in steps)
+    marks = frozenset(chain.from_iterable(steps for steps, _ in milestones))
     for mark in marks:
         if not isinstance(mark, Integral):
             refuse(

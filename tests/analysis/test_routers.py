@@ -313,7 +313,8 @@ def test_distant_groups_stay_apart_and_the_layout_repeats(
     layout = project(two_groups(), method, seed=1)
     assert layout.shape == (1, 40, 2)
     assert np.abs(layout).max() == pytest.approx(1)
-    first, second = layout[0, :20], layout[0, 20:]
+    first = layout[0, :20]
+    second = layout[0, 20:]
     gap = np.linalg.norm(first[:, None] - second[None], axis=2).min()
     for group in (first, second):
         radius = np.linalg.norm(group - group.mean(0), axis=1).max()

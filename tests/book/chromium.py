@@ -28,7 +28,8 @@ class Chromium:
     """One browser with one page; `requests` and `errors` keep what it asks for and throws."""
 
     def __init__(self, executable, profile):
-        (their_in, our_out), (our_in, their_out) = os.pipe(), os.pipe()
+        their_in, our_out = os.pipe()
+        our_in, their_out = os.pipe()
         line = f"exec {executable} {FLAGS} --user-data-dir={shlex.quote(str(profile))} about:blank"
         self._process = subprocess.Popen(
             ["bash", "-c", f"{line} 3<&{their_in} 4>&{their_out}"],
@@ -40,8 +41,12 @@ class Chromium:
         os.close(their_out)
         self._commands = os.fdopen(our_out, "wb", buffering=0)
         self._replies = os.fdopen(our_in, "rb", buffering=0)
-        self._buffer, self._count, self._session, self._loaded = b"", 0, "", False
-        self.requests, self.errors = [], []
+        self._buffer = b""
+        self._count = 0
+        self._session = ""
+        self._loaded = False
+        self.requests = []
+        self.errors = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]

@@ -13,8 +13,12 @@ from pathlib import Path
 
 from chromium import Chromium, installed
 
-TALLEST, LARGEST, PHONE = 12_000, 3_000_000, 420
-TALLEST_ON_A_PHONE, ROWS, SHEETS = 20_000, 10, 20
+TALLEST = 12_000
+LARGEST = 3_000_000
+PHONE = 420
+TALLEST_ON_A_PHONE = 20_000
+ROWS = 10
+SHEETS = 20
 # Of each long table, the rows that its box shows at once, or ten where it has no more.
 SHOWN = """[...document.querySelectorAll('.moe-long')].map(box => {
   const rows = [...box.querySelectorAll('tbody tr')];

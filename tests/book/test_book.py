@@ -183,10 +183,8 @@ def test_all_pages_are_rendered_and_a_live_one_has_a_badge_and_leads_to_its_find
     pages = re.findall(r"(?:root|file): (\S+)", toc)
     assert len(pages) > 10
     assert [page for page in pages if not (site / f"{page}.html").is_file()] == []
-    live, findings = (
-        _page(site, "notebooks/01_pesc"),
-        _page(site, "notebooks/01_pesc_findings"),
-    )
+    live = _page(site, "notebooks/01_pesc")
+    findings = _page(site, "notebooks/01_pesc_findings")
     for fact in (
         "4 min 12 s",
         "1.3 GB",
@@ -211,11 +209,13 @@ def test_all_pages_are_rendered_and_a_live_one_has_a_badge_and_leads_to_its_find
 def test_claims_stand_in_the_ledger_and_among_findings_with_pictures_of_what_ran(
     site, project
 ):
-    ledger, found = _page(site, "ledger"), _page(site, "found")
+    ledger = _page(site, "ledger")
+    found = _page(site, "found")
     for claim in papers.claims():
         assert f'id="{claim.id}"' in ledger
     assert "chance alone would produce about" in ledger
-    records, page = _page(site, "records"), _page(site, "audit")
+    records = _page(site, "records")
+    page = _page(site, "audit")
     assert records.count("(committed)") == 1 and records.count(", on its page)") == 10
     differs = [finding for finding in papers.audit() if finding.status == "differs"]
     assert differs and all(finding.printed in page for finding in differs)
@@ -237,7 +237,8 @@ def test_a_warning_and_a_copy_with_an_error_or_without_its_run_are_refused(
         (small / "book" / "found.md").write_text("# Found\n\n{ref}`no-such-place`\n")
         book.build("smoke", small)
     assert "no-such-place" in (small / "_build" / "book.log").read_text()
-    copy, notebook = small / "book" / "notebooks" / "01_pesc.ipynb", _notebook()
+    copy = small / "book" / "notebooks" / "01_pesc.ipynb"
+    notebook = _notebook()
     error = {
         "output_type": "error",
         "ename": "ValueError",
@@ -269,10 +270,8 @@ RAW = r"""document.querySelectorAll('.math:not(:has(mjx-container))').length
 def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen(
     site, browser
 ):
-    pages, formulas = (
-        [page for page in site.rglob("*.html") if "_static" not in page.parts],
-        0,
-    )
+    pages = [page for page in site.rglob("*.html") if "_static" not in page.parts]
+    formulas = 0
     browser.resize(400, 800)
     for page in pages:
         if page.name == "index.html":  # which only sends the reader on to the first one
@@ -365,7 +364,8 @@ def test_one_button_folds_all_code_of_a_notebooks_page_and_shows_it_again(
     site, browser
 ):
     browser.open((site / "notebooks" / "01_pesc.html").as_uri())
-    button, shown = "document.querySelector('.moe-fold')", []
+    button = "document.querySelector('.moe-fold')"
+    shown = []
     for text in ("Fold all code", "Show all code", "Fold all code"):
         assert browser.run(f"{button}.textContent") == text
         code = "[...document.querySelectorAll('.cell_input')].filter(e => e.offsetParent).length"

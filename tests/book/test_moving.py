@@ -55,7 +55,8 @@ def moved(browser, tmp_path):
 
 
 def test_pescs_sizes_are_those_of_its_counts(moved, browser):
-    shown, last = moved(moving.sizes()), "used by a token, with the host"
+    shown = moved(moving.sizes())
+    last = "used by a token, with the host"
     for host, experts, top, width in (
         ("llama-2-7b", 8, 2, 64),
         ("yi-34b", 4, 3, 100),
@@ -116,7 +117,8 @@ def keep(folder, tables, values, settings):
 
 
 def test_the_experts_that_reach_p_train(moved, tmp_path):
-    rng, rows = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    rows = {}
     for score, total in (("token", 1), ("gate", 0.4)):
         rows[score] = dict(
             enumerate((total * rng.dirichlet([0.5] * 8, size=3)).round(4), start=1)
@@ -137,12 +139,11 @@ def test_the_experts_that_reach_p_train(moved, tmp_path):
         ("gate", 0.9, False),
         ("token", 0.2, True),
     ):
-        trained, short = {}, 0
+        trained = {}
+        short = 0
         for layer, row in rows[score].items():
-            goal, order = (
-                p * (sum(row) if share else 1),
-                sorted(range(8), key=lambda e: -row[e]),
-            )
+            goal = p * (sum(row) if share else 1)
+            order = sorted(range(8), key=lambda e: -row[e])
             reached = [sum(row[order[: n + 1]]) >= goal - 1e-9 for n in range(8)]
             trained[layer] = order[: reached.index(True) + 1] if any(reached) else order
             short += not any(reached)
@@ -166,8 +167,10 @@ def test_the_experts_that_reach_p_train(moved, tmp_path):
 
 
 def test_rockets_experts_are_those_of_algorithm_1(moved, tmp_path):
-    rng, names = np.random.default_rng(1), list("fbdace")
-    nats, solved = rng.random((6, 9)).round(4), rng.integers(0, 2, (6, 9))
+    rng = np.random.default_rng(1)
+    names = list("fbdace")
+    nats = rng.random((6, 9)).round(4)
+    solved = rng.integers(0, 2, (6, 9))
     cosines = np.corrcoef(rng.random((6, 7))).round(4)
     tables = {"nats": nats, "share": solved, "correlation": np.c_[cosines, cosines[0]]}
     tables = {
@@ -177,7 +180,8 @@ def test_rockets_experts_are_those_of_algorithm_1(moved, tmp_path):
     keep(tmp_path, tables, {}, {"shots": 9, "candidates": 4, "experts": 2, "top_k": 1})
     page = moving.selection(tmp_path)
     assert page.count(">expert<") == page.count(">candidate<") == 2
-    shown, used = moved(page), dict.fromkeys(("perplexity", "accuracy", "diversity"))
+    shown = moved(page)
+    used = dict.fromkeys(("perplexity", "accuracy", "diversity"))
     labels = (
         "rank by perplexity, R_P",
         "rank by shots solved, R_A",
@@ -210,7 +214,8 @@ def test_rockets_experts_are_those_of_algorithm_1(moved, tmp_path):
 def test_the_toy_router_collapses_without_a_balance_loss_and_not_with_one(moved):
     page = (BOOK / "primer.md").read_text(encoding="utf-8").partition("```{raw} html")
     cells = re.findall(r'<td data-label="expert \d">(.*?)</td>', page[2])
-    shown, loads = moved("".join(page[1:])), []
+    shown = moved("".join(page[1:]))
+    loads = []
     for top, temperature, strength, steps in (
         (1, 1, 0, 100),
         (1, 1, 0.3, 100),
@@ -218,7 +223,8 @@ def test_the_toy_router_collapses_without_a_balance_loss_and_not_with_one(moved)
         (3, 1.5, 0, 7),
         (1, 2, 0, 0),
     ):
-        logits, skill = np.array(cells, float).reshape(8, 4), np.zeros(4)
+        logits = np.array(cells, float).reshape(8, 4)
+        skill = np.zeros(4)
         for step in range(steps + 1):
             p = np.exp(logits / temperature)
             p /= p.sum(1, keepdims=True)
@@ -245,7 +251,8 @@ def test_the_toy_router_collapses_without_a_balance_loss_and_not_with_one(moved)
 def test_the_forest_shows_the_intervals_that_the_filters_leave(
     moved, browser, tmp_path
 ):
-    rows, claim = [], papers.claim("pesc.sparse-beats-dense")
+    rows = []
+    claim = papers.claim("pesc.sparse-beats-dense")
     for name, right in {
         "pesc.good": 70,
         "pesc.bad": 30,

@@ -131,7 +131,8 @@ def test_a_claim_that_ended_is_shown_as_withdrawn_with_the_verdict_that_it_had(f
 
 
 def test_every_scale_has_a_line_smallest_first_and_folds_what_decides_nothing(folder):
-    live, nano = _pool(0.3, tier="cpu"), _pool(0.6)
+    live = _pool(0.3, tier="cpu")
+    nano = _pool(0.6)
     rows = [
         _row("pesc.all", _pool(0.7, base="smollm2"), live, nano),
         _row("pesc.one", nano),
@@ -142,7 +143,8 @@ def test_every_scale_has_a_line_smallest_first_and_folds_what_decides_nothing(fo
         re.findall(rf'data-label="{name}">(.*?)</td>', page, re.S)
         for name in ("claim", "verdict")
     ]
-    folded, shown = cells[0], cells[1]
+    folded = cells[0]
+    shown = cells[1]
     lines = re.findall(
         r'"scale">(.*?)</span> .*?<b>(.*?)</b> \((.*?)\), (.*?)</p>', shown[0]
     )
@@ -243,7 +245,8 @@ def _ran(seed, tier="study", day=2):
         "environment": {"cpu": "A & B", "cores": 2, "accelerator": None},
     }
     protocol = "nano" if tier == "study" else tier
-    values, code = (Value("pesc/x", 1.0, "ratio"),), {"notebook": "another hash"}
+    values = (Value("pesc/x", 1.0, "ratio"),)
+    code = {"notebook": "another hash"}
     return Run("pesc", protocol, tier, seed, values, code=code, manifest=manifest)
 
 

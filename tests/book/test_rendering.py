@@ -78,7 +78,9 @@ def test_a_killed_build_leaves_the_old_book_whole_and_nobody_who_writes_on(
     begun = time.monotonic()
     assert start(project, place).wait() == 0
     # By this seed the first kill is early and of the parent alone, the second of all.
-    took, draw, shown = time.monotonic() - begun, random.Random(21), 0
+    took = time.monotonic() - begun
+    draw = random.Random(21)
+    shown = 0
     assert editions(project) == {0}
     for number in range(1, kills + 1):
         write_edition(project, number)
@@ -145,7 +147,9 @@ def test_no_reader_meets_half_of_a_folder_that_takes_anothers_place(
 ):
     if system == "renames":
         monkeypatch.setattr(folders, "_exchange", lambda *_: False)
-    place, stop, met = folder(tmp_path / "html", "old"), threading.Event(), set()
+    place = folder(tmp_path / "html", "old")
+    stop = threading.Event()
+    met = set()
 
     def read():
         while not stop.is_set():

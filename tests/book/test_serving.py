@@ -137,7 +137,8 @@ def test_other_requests_are_answered_too(site, capfd, line, status):
 
 def test_idle_browsers_hold_so_many_threads_and_for_a_time(site, monkeypatch, capfd):
     monkeypatch.setattr(serving.Page, "timeout", 0.5)
-    before, most = threading.active_count(), 0
+    before = threading.active_count()
+    most = 0
     with ExitStack() as idle:
         for _ in range(5 * serving.THREADS):
             connection = socket.create_connection(site.server_address)
@@ -156,7 +157,8 @@ def test_a_reader_meets_whole_pages_while_another_book_takes_the_place(
 ):
     if system == "renames":
         monkeypatch.setattr(folders, "_exchange", lambda *_: False)
-    stop, met = threading.Event(), set()
+    stop = threading.Event()
+    met = set()
 
     def read():
         while not stop.is_set():
@@ -257,7 +259,8 @@ def test_a_changed_page_is_shown_renewed_and_a_wrong_one_is_told(
     stop = threading.Event()
     watching = threading.Thread(target=serving.watch, args=(project, stop))
     watching.start()
-    shown, place = "", project / "_build" / "html"
+    shown = ""
+    place = project / "_build" / "html"
     time.sleep(0.5)
     page = project / "book" / "page_1.md"
     for text, line in (

@@ -14,7 +14,8 @@ class Bytes:
     """A tokenizer whose tokens are bytes, shifted by three special ones."""
 
     def __init__(self, bos=0, eos=1):
-        self.bos_token_id, self.eos_token_id = bos, eos
+        self.bos_token_id = bos
+        self.eos_token_id = eos
 
     def __call__(self, text, *, add_special_tokens):
         assert not add_special_tokens
@@ -49,10 +50,8 @@ def test_chats_are_the_papers_prompts_with_special_tokens_and_loss_on_the_answer
 
 
 def test_rows_that_are_too_long_are_counted_and_left_out_never_cut():
-    whole, long = (
-        data.encode([ROW], Bytes(), max_length=100),
-        {"prompt": "x" * 50, "answer": "y"},
-    )
+    whole = data.encode([ROW], Bytes(), max_length=100)
+    long = {"prompt": "x" * 50, "answer": "y"}
     (length,) = whole["length"]
     with pytest.warns(
         UserWarning, match=f"W-LONG: 2 of 3 rows are .* max_length {length}"
@@ -121,7 +120,8 @@ def test_held_out_prompts_that_were_answered_several_times_leave_the_training_ro
 
 
 def test_passages_are_texts_that_ship_drawn_by_the_seed_and_never_twice_the_same_template():
-    one, other = data.passages(200, seed=1), data.passages(200, seed=2)
+    one = data.passages(200, seed=1)
+    other = data.passages(200, seed=2)
     assert list(one) == ["text", "code", "mathematics"]
     assert one == data.passages(200, seed=1)
     for domain, texts in one.items():

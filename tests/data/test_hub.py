@@ -216,7 +216,8 @@ def test_a_mixture_asks_the_hub_for_pinned_commits_and_pools_joined_names(monkey
 
 def test_a_folder_stands_in_for_the_hub_where_no_commit_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("DATA", str(tmp_path))
-    pins, sets = hub.pins(f"mbpp={COMMIT}", "$DATA"), hub.CATALOGUE
+    pins = hub.pins(f"mbpp={COMMIT}", "$DATA")
+    sets = hub.CATALOGUE
     for split, name in (
         ("google/boolq-closed-book/train", "boolq_closed"),
         ("baber/piqa/validation", "piqa_open"),

@@ -52,7 +52,8 @@ def test_the_catalogues_hold_fourteen_target_tasks_five_general_and_six_k_shot_o
 
 @pytest.mark.parametrize("name", tasks.KNOWN)
 def test_splits_are_disjoint_by_content_and_by_prompt_whatever_the_seed(name):
-    contents, prompts = {}, {}
+    contents = {}
+    prompts = {}
     for split in tasks.SPLITS:
         slots = (
             json.dumps(item.slots, sort_keys=True)
@@ -162,7 +163,8 @@ def test_kinship_agrees_with_a_walk_over_the_family_graph():
     # Families told the other way round are new and keep their answers.
     known = {item.slots["facts"] for item in kinship()}
     unordered = {frozenset(text.removesuffix(".").split(". ")) for text in known}
-    families, in_another_order = items("kinship_told"), 0
+    families = items("kinship_told")
+    in_another_order = 0
     for item in families:
         turned = [(a, r, b.removesuffix("'s")) for b, r, _, a in facts_of(item)]
         plain = [f"{a} is the {r} of {b}." for a, r, b in turned]

@@ -123,7 +123,8 @@ def test_asked_in_a_chat_format_an_answer_is_as_likely_as_after_a_training_promp
     tmp_path, tiny, byte_tokenizer
 ):
     put(tmp_path, "allenai/ai2_arc/ARC-Easy/test.jsonl", [ARC])
-    host, ask = tiny(), {"data": tmp_path, "chat": True}
+    host = tiny()
+    ask = {"data": tmp_path, "chat": True}
     row = {"prompt": "Question: What barks?\nAnswer:", "answer": "a cat"}
     for name in FORMATS:
         ids = torch.tensor(
@@ -137,10 +138,8 @@ def test_asked_in_a_chat_format_an_answer_is_as_likely_as_after_a_training_promp
         assert nll == pytest.approx(
             -logits.gather(1, ids[0, -size - 1 : -1, None]).mean().item()
         )
-        lm, context = (
-            Harness(host, byte_tokenizer, 1, name),
-            ids[0, : -size - 1].tolist(),
-        )
+        lm = Harness(host, byte_tokenizer, 1, name)
+        context = ids[0, : -size - 1].tolist()
         asked = Instance("generate_until", {}, (row["prompt"], {"max_gen_toks": 5}), 0)
         assert lm.generate_until([asked]) == lm.answer([context], [(5, ())])
     words = "E-DATA: unknown chat format 'camle': did you mean 'camel'"

@@ -41,10 +41,8 @@ PROGRAM = {
     "test_setup_code": "",
     "test_list": ["assert sum(1, 2) == 3"],
 }
-HUMANEVAL, MBPP = (
-    "openai/openai_humaneval/test.jsonl.gz",
-    "google-research-datasets/mbpp/full",
-)
+HUMANEVAL = "openai/openai_humaneval/test.jsonl.gz"
+MBPP = "google-research-datasets/mbpp/full"
 
 VERDICTS = {
     "def f(x): return [*x, {3: {4.5}}]": "passed",
@@ -181,7 +179,8 @@ def test_tokens_are_drawn_by_their_shares_whatever_shares_the_batch(
     )
     shares = torch.bincount(drawn, minlength=3) / 4000
     assert torch.allclose(shares, torch.tensor([0.0, 2.0, 4.0]).softmax(-1), atol=0.03)
-    host, texts = tiny().eval(), []
+    host = tiny().eval()
+    texts = []
     for batch in (1, 4):
         lm = model.InMemory(host, byte_tokenizer, batch)
         draws = [Random(n) for n in range(4)]
@@ -212,7 +211,8 @@ def test_programs_are_written_judged_and_kept(
     tmp_path, tiny, byte_tokenizer, monkeypatch
 ):
     put(tmp_path, ROW)
-    asked, right = [], ["    return 1", "", "    return 1", "    return 2"] * 2
+    asked = []
+    right = ["    return 1", "", "    return 1", "    return 2"] * 2
 
     def answer(lm, contexts, limits, drawn):
         asked.append([byte_tokenizer.decode(ids) for ids in contexts])
@@ -225,7 +225,8 @@ def test_programs_are_written_judged_and_kept(
     monkeypatch.setattr(model.InMemory, "answer", answer)
     how = {"data": tmp_path, "batch_size": 8, "keep": tmp_path / "kept"}
     how["sampling"] = Sampling(samples=4, temperature=0.8, k=2)
-    host, names = tiny(), ["humaneval", "mbpp"]
+    host = tiny()
+    names = ["humaneval", "mbpp"]
     with pytest.raises(KeyboardInterrupt):
         evaluation.evaluate(host, byte_tokenizer, names, **how)
     assert len(list((tmp_path / "kept").iterdir())) == 2  # of the first batch

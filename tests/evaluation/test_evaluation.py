@@ -123,10 +123,8 @@ def test_likelihoods_in_a_batch_equal_those_one_by_one_and_tell_greedy_ones(
     asked = [request("loglikelihood", *pair) for pair in [*pairs, ("", "the sum")]]
     got = Harness(llama, tokenizer, 3).loglikelihood(asked, disable_tqdm=True)
     for (value, _), (context, continuation) in zip(got, pairs, strict=False):
-        before, whole = (
-            tokenizer.encode(context),
-            tokenizer.encode(context + continuation),
-        )
+        before = tokenizer.encode(context)
+        whole = tokenizer.encode(context + continuation)
         assert value == pytest.approx(
             nats(llama, before, whole[len(before) :]), rel=1e-5
         )
@@ -152,17 +150,20 @@ MERGED = [
 def test_an_answer_that_merges_with_the_end_of_its_context_is_tokenized_apart(
     llama, tokenizer
 ):
-    lm, encode = Harness(llama, tokenizer, 2), tokenizer.encode
+    lm = Harness(llama, tokenizer, 2)
+    encode = tokenizer.encode
     assert encode("the") != encode("th") + encode("e")  # one token spans the border
     got = lm.loglikelihood([request("loglikelihood", *pair) for pair in MERGED])
     for (value, _), (context, answer) in zip(got, MERGED, strict=True):
-        before, scored = encode(context), encode(answer)
+        before = encode(context)
+        scored = encode(answer)
         assert lm._encode_pair(context, answer) == (before, scored)
         assert value == pytest.approx(nats(llama, before, scored), rel=1e-5)
 
 
 def test_where_no_token_spans_the_border_pairs_are_lm_evals_own(llama, tokenizer):
-    lm, encode = Harness(llama, tokenizer, 2), tokenizer.encode
+    lm = Harness(llama, tokenizer, 2)
+    encode = tokenizer.encode
     theirs = HFLM(pretrained=llama, tokenizer=tokenizer, batch_size=1)
     endings = [" is", "is four", "\n a", "   is", "  is four", "  \n a"]
     pairs = list(product(CONTEXTS, endings))
@@ -354,11 +355,10 @@ def test_models_of_any_family_answer_and_score_as_one_by_one(of_a_family, tokeni
     wanted = [generated(model, tokenizer, c, 8, eos_token_id=ends) for c in CONTEXTS]
     assert len(set(map(len, wanted))) > 1
     model.generation_config.eos_token_id = ends
-    lm, encode = Harness(model, tokenizer, len(CONTEXTS)), tokenizer.encode
-    contexts, limits = (
-        [encode(context) for context in CONTEXTS],
-        [(8, ())] * len(CONTEXTS),
-    )
+    lm = Harness(model, tokenizer, len(CONTEXTS))
+    encode = tokenizer.encode
+    contexts = [encode(context) for context in CONTEXTS]
+    limits = [(8, ())] * len(CONTEXTS)
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in wanted]
     assert lm.answer(contexts, limits) == texts
     pairs = [
@@ -394,7 +394,8 @@ def test_a_model_without_cache_stops_at_strings_and_is_evaluated(tokenizer):
     torch.manual_seed(0)
     config = AutoConfig.for_model("mamba", **SIZES | {"state_size": 4})
     model = AutoModelForCausalLM.from_config(config).eval()
-    lm, ids = Harness(model, tokenizer, 2), tokenizer.encode("the sum")
+    lm = Harness(model, tokenizer, 2)
+    ids = tokenizer.encode("the sum")
     (whole,) = lm.answer([ids], [(12, ())])
     stop = whole[2:4]
     assert lm.answer([ids], [(12, (stop,))]) == [whole[: whole.index(stop)]]
@@ -451,7 +452,8 @@ def test_a_context_read_once_gives_what_reading_it_twice_gives(
         tokenizer.encode(text) for text in (" is", " four and five", "!", " the", "z")
     ]
     pairs = list(zip(map(tokenizer.encode, CONTEXTS), scored, strict=True))
-    limits, lm = [(n, ()) for n in (3, 3, 1, 3, 1)], Harness(llama, tokenizer, 2)
+    limits = [(n, ()) for n in (3, 3, 1, 3, 1)]
+    lm = Harness(llama, tokenizer, 2)
     texts, values = zip(*lm.examine(pairs, limits), strict=True)
     assert list(texts) == lm.answer([before for before, _ in pairs], limits)
     assert values == pytest.approx([value for value, _ in lm.score(pairs)], rel=1e-5)
@@ -529,7 +531,8 @@ def test_a_benchmark_of_the_hub_goes_the_same_way(llama, tokenizer, monkeypatch)
     for item, question in enumerate(ARC["question"]):
         before = tokenizer.encode(f"Question: {question}\nAnswer:")
         texts, labels = ARC["choices"][item].values()
-        gold, row = labels.index(ARC["answerKey"][item]), found.iloc[item]
+        gold = labels.index(ARC["answerKey"][item])
+        row = found.iloc[item]
         scored = [
             tokenizer.encode(f"Question: {question}\nAnswer: {t}")[len(before) :]
             for t in texts

@@ -68,10 +68,8 @@ def endpoint(monkeypatch):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.usage = {"prompt_tokens": 100, "completion_tokens": 10}
-    server.asked, server.answers = (
-        [],
-        lambda prompt, _: (200, json.dumps(honest(prompt))),
-    )
+    server.asked = []
+    server.answers = lambda prompt, _: (200, json.dumps(honest(prompt)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(judge, "wait_random_exponential", lambda **_: lambda state: 0)
     address = f"http://127.0.0.1:{server.server_address[1]}/v1"

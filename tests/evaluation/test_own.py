@@ -25,7 +25,8 @@ def put(path, rows):
 def files(tmp_path):
     """The same twelve questions as ARC has them, in a folder, and in the user's schema."""
     rng = random.Random(0)
-    theirs, ours = [], []
+    theirs = []
+    ours = []
     for number in range(12):
         options = rng.sample([f"a {word}" * rng.randint(1, 3) for word in WORDS], 4)
         right = rng.randrange(4)

@@ -125,7 +125,8 @@ def value(parameter, draw, *, affordable):
     left, low, high, right = re.fullmatch(
         r"([\[(])(\S+), (\S+)([\])])", parameter.rule
     ).groups()
-    low, high = float(low), float(high)
+    low = float(low)
+    high = float(high)
     if parameter.type is int:
         if affordable:
             high = min(high, AFFORDABLE.get(parameter.name, ROWS))

@@ -159,7 +159,8 @@ def test_the_two_banks_differ_in_where_each_lora_starts_and_no_pair_shares_a_sta
         assert firsts["own"] == [1000 * seed, 1000 * seed + 1]
         assert not starts & {*firsts["own"]}
         starts |= {*firsts["own"]}
-        shared, own = banks["shared"], banks["own"]
+        shared = banks["shared"]
+        own = banks["own"]
         assert BANKS.likeness(shared) > 0.9 > 0.5 > BANKS.likeness(own)
         assert shared["sums"].digest == own["sums"].digest
         assert shared["gcd"].digest != own["gcd"].digest

@@ -5,6 +5,7 @@ import pytest
 from moebook import experiments
 from moebook.errors import Refusal
 from moebook.lab.pages import plans
+from moebook.lab.planning.trainings import TRAINED
 from tests.experiments import draws
 
 EACH = 50  # draws a notebook
@@ -35,6 +36,6 @@ def test_drawn_parameters_are_refused_by_their_names_or_can_be_planned(name):
                 assert named or CUT in complaint, (changed, complaint)
         else:
             taken += 1
-            if taken <= PLANNED and name in plans.TRAINED:
+            if taken <= PLANNED and name in TRAINED:
                 assert plans.trainings(name, settings)
     assert EACH / 10 < refused < EACH / 2  # neither all nor nothing

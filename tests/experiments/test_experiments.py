@@ -275,7 +275,8 @@ class Kept:
     """A run that keeps what it is told to record."""
 
     def __init__(self):
-        self.values, self.lines = {}, {}
+        self.values = {}
+        self.lines = {}
 
     def record(self, name, value, unit, items=None):
         self.values[name] = value
@@ -360,7 +361,8 @@ def test_fixed_rates_are_those_that_arms_are_trained_at_and_none_is_tried(calls)
 
 def test_what_an_arm_gives_does_not_depend_on_what_was_drawn_before_it(calls):
     tried = started(rates="")
-    arm, weights = tried.arms["sparse"], []
+    arm = tried.arms["sparse"]
+    weights = []
     for _ in range(2):
         torch.rand(3)
         model = tried.run(arm, 0.1).model

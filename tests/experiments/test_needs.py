@@ -7,6 +7,7 @@ import pytest
 
 from moebook import experiments
 from moebook.lab.pages import plans
+from moebook.lab.planning.trainings import TRAINED
 from moebook.lab.run import parameters, sources
 from tests.refusals import refused
 
@@ -274,7 +275,7 @@ def test_parameters_with_which_an_arm_cannot_run_are_refused_before_any_work(
 ):
     settings = given(name, **changes)
     checks = [experiments.check]
-    if name in plans.TRAINED:
+    if name in TRAINED:
         checks.append(plans.trainings)
     for refuses in checks:
         refused(f"E-RANGE: (.*; and )?{message}", refuses, name, settings)

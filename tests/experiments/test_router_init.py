@@ -162,7 +162,8 @@ class Kept:
     """Stands in for a run."""
 
     def __init__(self):
-        self.values, self.lines = {}, {}
+        self.values = {}
+        self.lines = {}
 
     def record(self, name, value, unit, items=None):
         self.values[name] = value, unit
@@ -209,7 +210,8 @@ def test_an_arm_is_trained_as_by_hand_and_looked_at_where_its_plan_says(monkeypa
     courses = {}
     for name, arm in made.arms.items():
         courses[name] = ROUTER_INIT.run(made, arm, 0.001, parts, first)
-    few, many = settings["quarter_rows"], settings["test_rows"]
+    few = settings["quarter_rows"]
+    many = settings["test_rows"]
     assert tested == [many, many, few, few, few, many]  # su4 after each quarter
     assert sorted(courses["su4"].answers) == [2, 4, 6, 8] and sorted(
         courses["su"].answers

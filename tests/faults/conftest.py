@@ -32,7 +32,8 @@ def figures(times: int) -> Iterator[Callable[..., None]]:
 
     Call it before what it counts is asserted; a count of 0 names what did not happen.
     """
-    start, counts = time.monotonic(), defaultdict(lambda: defaultdict(Counter))
+    start = time.monotonic()
+    counts = defaultdict(lambda: defaultdict(Counter))
     yield lambda part, kind, **more: counts[part][kind].update(more)
     if (name := os.environ.get("MOEBOOK_FAULTS_RECORD")) and counts:
         path = Path(name)

@@ -31,7 +31,8 @@ class Forks:
     """Runs one command at a time, in a project, with a folder for temporary files."""
 
     def __init__(self, told):
-        self.told, mark = told, secrets.token_hex(8)
+        self.told = told
+        mark = secrets.token_hex(8)
         self.mark = mark.encode()
         inline = "module://matplotlib_inline.backend_inline"  # as a kernel sets it on its own
         env = os.environ | {
@@ -62,7 +63,8 @@ class Forks:
         """Kill kernels that did not see that their parent was killed."""
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
-                pid, marked = int(path.parts[2]), self.mark in path.read_bytes()
+                pid = int(path.parts[2])
+                marked = self.mark in path.read_bytes()
                 if marked and pid != self.process.pid:
                     os.kill(pid, signal.SIGKILL)
 
@@ -71,12 +73,14 @@ class Kernel:
     """Stands in for the process that jupyter_client starts: a fork that waits to become it."""
 
     stdout = stderr = returncode = None
-    fork, pipe = 0, 0
+    fork = 0
+    pipe = 0
 
     def __init__(self, command, *, env, cwd, **_):
         with os.fdopen(self.pipe, "w") as pipe:
             json.dump([command[command.index("-m") + 2 :], env, cwd], pipe)
-        self.pid, self.stdin = self.fork, open(os.devnull)  # noqa: SIM115
+        self.pid = self.fork
+        self.stdin = open(os.devnull)  # noqa: SIM115
 
     def poll(self):
         if self.returncode is None and (done := os.waitpid(self.pid, os.WNOHANG))[0]:

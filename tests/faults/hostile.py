@@ -240,8 +240,11 @@ def _of_sequence(value: Sequence[Any], place: str) -> Iterator[Flaw]:
 
 # What a call comes to
 
-REFUSED, RIGHT, OWN = "refused", "right", "the library's own error"
-FOREIGN, WRONG = "foreign", "silently wrong"
+REFUSED = "refused"
+RIGHT = "right"
+OWN = "the library's own error"
+FOREIGN = "foreign"
+WRONG = "silently wrong"
 
 
 @dataclass(frozen=True)
@@ -409,7 +412,8 @@ def form(value: Any) -> list[str]:
 
 def differs(result: Any, truth: Any, tolerance: float) -> str:
     """Say in what a result differs from the truth; a number that is not finite deceives nobody."""
-    found, wanted = numbers(result), numbers(truth)
+    found = numbers(result)
+    wanted = numbers(truth)
     if [part.shape for part in found] != [part.shape for part in wanted]:
         return f"shapes {[p.shape for p in found]}, the truth has {[p.shape for p in wanted]}"
     for part, right in zip(found, wanted, strict=True):

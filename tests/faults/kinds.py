@@ -129,7 +129,8 @@ def make_checkpoints(folder: Path, get: Get) -> None:
 
 
 def lora(name: str, seed: int) -> loras.Lora:
-    draw, model = torch.Generator().manual_seed(seed), base()
+    draw = torch.Generator().manual_seed(seed)
+    model = base()
     paths = list(loras.linears(model, ["q_proj"]))
     down, up = (
         {path: torch.randn(shape, generator=draw) for path in paths}

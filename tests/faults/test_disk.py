@@ -41,7 +41,9 @@ class Disk:
     """Counts the calls that write; the call ``at`` fails, and on a full disk all after it."""
 
     def __init__(self, at: int = 0, number: int = 0) -> None:
-        self.at, self.number, self.calls = at, number, 0
+        self.at = at
+        self.number = number
+        self.calls = 0
 
     def step(self, frees: bool = False, name: Any = None) -> None:
         self.calls += 1
@@ -85,7 +87,8 @@ class Writer:
     """A file each of whose writes is counted."""
 
     def __init__(self, file: Any, disk: Disk) -> None:
-        self.file, self.disk = file, disk
+        self.file = file
+        self.disk = disk
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.file, name)
@@ -131,7 +134,8 @@ def saved(folder: Path) -> Any:
 
 def train(folder: Path, value: int) -> None:
     """A checkpoint of a training, the second of which drops none."""
-    (model, optimizer, _), step = training(), list(range(1, value + 1))
+    model, optimizer, _ = training()
+    step = list(range(1, value + 1))
     store = Store(folder=folder, run={"seed": 0}, every=1)
     with store.locked():
         store.save(
@@ -188,14 +192,16 @@ def left(folder: Path) -> list[str]:
 def test_a_disk_that_fails_at_any_call_loses_nothing(
     act, state, tmp_path, times, figures
 ):
-    folder, old = tmp_path / "now", tmp_path / "old"
+    folder = tmp_path / "now"
+    old = tmp_path / "old"
     folder.mkdir()
     act(folder, 1)
     shutil.copytree(folder, old)
     before = state(folder)
     with Disk() as disk:
         act(folder, 2)
-    after, told = state(folder), 0
+    after = state(folder)
+    told = 0
     assert disk.calls > 5 and before != after and not left(folder)
     every = [(at, number) for at in range(1, disk.calls + 1) for number in ERRORS]
     for at, number in (

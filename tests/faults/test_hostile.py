@@ -191,7 +191,8 @@ def public(name):
 
 def named(row):
     """Find what a row's name stands for."""
-    value, path = import_module("moebook"), "moebook"
+    value = import_module("moebook")
+    path = "moebook"
     for part in row.partition(" ")[0].split("."):
         path += f".{part}"
         if not hasattr(value, part):

@@ -53,7 +53,9 @@ class Toy:
     """Runs the toy; kills it and tells what is there."""
 
     def __init__(self, forks, folder, temporary):
-        self.forks, self.folder, self.temporary = forks, folder / "toy", temporary
+        self.forks = forks
+        self.folder = folder / "toy"
+        self.temporary = temporary
         self.draw = random.Random(0)
 
     def run(self, moment=None):
@@ -86,7 +88,8 @@ class Toy:
 
     def left(self):
         """How many files are left, a run's two among them, once orphaned kernels have ended."""
-        limit, left = time.monotonic() + 60, 3
+        limit = time.monotonic() + 60
+        left = 3
         while left > 2 and time.monotonic() < limit:
             every = (*self.folder.glob("runs/**/*"), *self.temporary.glob("**/*"))
             left = sum(path.is_file() for path in every)
@@ -122,7 +125,8 @@ def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(
     shutil.rmtree(toy.folder / "runs")
     draw = random.Random(1)
     count = Counter(killed=0, saving=0, lost=0, ended=0)
-    before, resumed = Counter(), 0
+    before = Counter()
+    resumed = 0
     # However fast the machine is, one run at least goes on from a checkpoint.
     while count["killed"] < kills * times or before or not resumed:
         last = count["killed"] >= kills * times and before
@@ -156,15 +160,14 @@ def test_killed_studies_keep_what_they_told(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{REPOSITORY}")
     folder = test_study.commit(make_project(tmp_path / "toy", *TOY))
     begin = partial(test_study.start, folder, str(temporary), "--seeds", "0-1")
-    count, draw, done, whole = (
-        Counter(killed=0, lost=0, ended=0),
-        random.Random(2),
-        set(),
-        (),
-    )
+    count = Counter(killed=0, lost=0, ended=0)
+    draw = random.Random(2)
+    done = set()
+    whole = ()
     took = 0.0
     while count["killed"] < kills * times or done:
-        started, process = time.monotonic(), begin()
+        started = time.monotonic()
+        process = begin()
         if whole and count["killed"] < kills * times:
             time.sleep(draw.uniform(0, took))
             process.kill()
@@ -181,10 +184,12 @@ def test_killed_studies_keep_what_they_told(
         count.update(killed=process.returncode != 0, lost=len((done | told) - now))
         done = now
         if process.returncode == 0:
-            whole, took = whole or runs, time.monotonic() - started
+            whole = whole or runs
+            took = time.monotonic() - started
             for one, other in zip(runs, whole, strict=True):
                 test_study.same_bits(one, other)
-            count["ended"], done = count["ended"] + 1, set()
+            count["ended"] = count["ended"] + 1
+            done = set()
             assert (
                 not list(temporary.iterdir()) and not verify(None, folder)[0].failures
             )

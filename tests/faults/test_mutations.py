@@ -75,7 +75,8 @@ def junk(draw: random.Random) -> Any:
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
     """Every container of a tree with each of its keys or indices."""
-    found, level = [], [tree]
+    found = []
+    level = [tree]
     while level:
         one = level.pop()
         inside = one.items() if isinstance(one, dict) else enumerate(one)
@@ -222,7 +223,8 @@ BY_ENDING: dict[str, Callable[[bytes, random.Random], bytes]] = {
 
 def mutate(path: Path, draw: random.Random) -> None:
     """Change a file: as what its name says it is, or as bytes; once in a while it is no file."""
-    content, way = path.read_bytes(), BY_ENDING.get(path.suffix)
+    content = path.read_bytes()
+    way = BY_ENDING.get(path.suffix)
     if draw.random() < 0.02:
         path.unlink()
         if draw.random() < 0.5:
@@ -241,10 +243,8 @@ def outcome(kind: Kind, folder: Path, whole: Any) -> tuple[str, str]:
         raise Hang(f"took more than {LIMIT} s")
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before, limits = (
-        signal.signal(signal.SIGALRM, stop),
-        resource.getrlimit(resource.RLIMIT_AS),
-    )
+    before = signal.signal(signal.SIGALRM, stop)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, limits[1]))
     signal.alarm(LIMIT)
     try:
@@ -277,7 +277,9 @@ def test_a_changed_file_is_refused_or_reads_as_it_was(
 ):
     kind = KINDS[name]
     kind.make(tmp_path, request.getfixturevalue)
-    path, whole, wrong = tmp_path / kind.file, kind.read(tmp_path), []
+    path = tmp_path / kind.file
+    whole = kind.read(tmp_path)
+    wrong = []
     content = path.read_bytes()
     for number in range(MUTATIONS * times):
         mutate(path, random.Random(f"{name}/{number}"))

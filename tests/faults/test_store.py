@@ -93,11 +93,10 @@ def test_aligned_writers_tear_nothing(tmp_path, monkeypatch, processes, times, f
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     count = Counter(torn=0)
     for number in range(times):
-        folder, fork = (
-            project(tmp_path / f"{number}"),
-            multiprocessing.get_context("fork"),
-        )
-        meet, told = fork.Barrier(processes), fork.SimpleQueue()
+        folder = project(tmp_path / f"{number}")
+        fork = multiprocessing.get_context("fork")
+        meet = fork.Barrier(processes)
+        told = fork.SimpleQueue()
         every = [
             fork.Process(target=write, args=(one, processes, folder, meet, told))
             for one in range(processes)
@@ -156,7 +155,8 @@ def run(tmp_path, monkeypatch):
 def test_a_place_that_cannot_take_a_run_is_refused_at_once(
     run, monkeypatch, number, message
 ):
-    (begin, request), place = run, nullcontext()
+    begin, request = run
+    place = nullcontext()
     monkeypatch.setattr(runner, "_papermill", None)
     if number:
         monkeypatch.setattr(
@@ -193,8 +193,10 @@ def test_whatever_fails_while_a_run_is_kept_its_copy_is_named(
 
 
 def test_the_next_run_sweeps_what_killed_ones_left_and_nothing_that_lives(run):
-    (begin, request), temporary = run, Path(tempfile.gettempdir())
-    store, resume = request.store, request.resume
+    begin, request = run
+    temporary = Path(tempfile.gettempdir())
+    store = request.store
+    resume = request.resume
     dead = [
         temporary / "moebook-0000dead/kernel.json",
         temporary / "moebook-0000dead.lock",

@@ -122,7 +122,8 @@ def parts(hint: Any) -> tuple[Any, list[Any]]:
 def make(hint: Any) -> st.SearchStrategy[Any]:
     """Values that may suit a type."""
     bare, _ = parts(hint)
-    kind, inner = get_origin(bare), get_args(bare)
+    kind = get_origin(bare)
+    inner = get_args(bare)
     if kind is Literal:
         return st.sampled_from(inner)
     if kind in (Union, types.UnionType):
@@ -184,7 +185,8 @@ def spoilt(target: Any) -> st.SearchStrategy[dict[str, Any]]:
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value is of its type and within its limits: an oracle without pydantic."""
     bare, limits = parts(hint)
-    kind, inner = get_origin(bare), get_args(bare)
+    kind = get_origin(bare)
+    inner = get_args(bare)
     if value is not None and not all(within(value, limit) for limit in limits):
         return False
     if kind is Literal:
@@ -254,7 +256,8 @@ def at_once(seconds: int = 20):
 @pytest.mark.parametrize("place", CHECKED)
 def test_only_fitting_values_or_one_line_come_out(place, times, figures):
     module, _, name = place.partition(":")
-    target, kind = getattr(importlib.import_module(module), name), CHECKED[place]
+    target = getattr(importlib.import_module(module), name)
+    kind = CHECKED[place]
 
     @settings(
         max_examples=60 * times, suppress_health_check=list(HealthCheck), database=None

@@ -73,12 +73,10 @@ def test_pieces_of_a_large_result_are_the_whole(threads, request, monkeypatch):
 def test_what_is_empty_or_not_finite_comes_through_where_it_belongs():
     left = torch.ones(40, 20)
     right = torch.ones(20, 30)
-    left[3, 4], left[5, 6], left[7, 0], left[8, :2] = (
-        torch.nan,
-        torch.inf,
-        -torch.inf,
-        torch.inf,
-    )
+    left[3, 4] = torch.nan
+    left[5, 6] = torch.inf
+    left[7, 0] = -torch.inf
+    left[8, :2] = torch.inf
     left[8, 1] = -torch.inf
     right[0, 9] = 0  # times infinity
     empty = (

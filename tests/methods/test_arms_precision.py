@@ -105,7 +105,8 @@ def test_a_mixture_of_loras_on_a_bfloat16_host_trains_in_float32(
     name, host, rows, make_bank
 ):
     model = host(dtype=torch.bfloat16)
-    before, bank = held(model), make_bank(model, 3)
+    before = held(model)
+    bank = make_bank(model, 3)
     if name == "rocket":
         config = rocket.Config(experts=3, top_k=2, candidates=3)
         rocket.apply.build(model, list(bank.values()), config)
@@ -150,7 +151,8 @@ def test_a_checkpoint_keeps_the_dtype_and_comes_back_on_its_host(
     if trained:
         training.fit(model, rows, **RECIPE)
     again = method.load(base(), method.save(model, tmp_path / "run"))
-    ours, theirs = model.state_dict(), again.state_dict()
+    ours = model.state_dict()
+    theirs = again.state_dict()
     assert {name: part.dtype for name, part in ours.items()} == {
         name: part.dtype for name, part in theirs.items()
     }
@@ -167,7 +169,8 @@ def test_lora_merges_into_its_bfloat16_host(host, rows):
     model = prepared(sparse=False, host="lora")(host(dtype=torch.bfloat16))
     training.fit(model, rows, **RECIPE)
     part = model.model.layers[0].self_attn.q_proj
-    down, up = part.lora_A["default"].weight, part.lora_B["default"].weight
+    down = part.lora_A["default"].weight
+    up = part.lora_B["default"].weight
     wanted = (
         part.base_layer.weight.float() + up @ down * part.scaling["default"]
     ).bfloat16()

@@ -14,7 +14,8 @@ from moebook.models import checkpoint, fingerprint
 from tests.refusals import refused
 
 OPTIONS = {"shared_experts": True, "non_expert_modules": True, "router": True}
-PROJECTIONS, TENSORS = ("q_proj", "v_proj"), "trained.safetensors"
+PROJECTIONS = ("q_proj", "v_proj")
+TENSORS = "trained.safetensors"
 FAMILIES = (
     "Beam BitNet Cohere Cohere2 Cwm DiffLlama Doge Ernie4_5 Exaone4 Flint Gemma Gemma2"
     " Gemma3 Gemma4Unified Granite GraniteSWA Helium HunYuanDenseV1 HyperCLOVAX Llama Ministral"
@@ -85,7 +86,8 @@ def method(request, host, sparse):
 
 
 def assert_same(one, other, batch):
-    left, right = one.state_dict(), other.state_dict()
+    left = one.state_dict()
+    right = other.state_dict()
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
     assert torch.equal(one(**batch).logits, other.eval()(**batch).logits)
@@ -292,7 +294,8 @@ OWN = {
 
 def test_what_is_damaged_or_foreign_is_refused_and_the_base_untouched(method, tmp_path):
     module, base, make = method
-    plain, other = base(), base()
+    plain = base()
+    other = base()
     before = fingerprint(plain), [type(part) for part in plain.modules()]
     good = module.save(make(base()), tmp_path / "run")
     with torch.no_grad():

@@ -45,16 +45,15 @@ def test_logits_and_gradients_of_the_chosen_experts_equal_those_of_the_base(
 ):
     base = mixture(family, dtype=torch.float64)
     model = esft.specialise(mixture(family, dtype=torch.float64), selection_of(base))
-    want, got = base(**batch), model(**batch)
+    want = base(**batch)
+    got = model(**batch)
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-9, atol=1e-9)
     want.loss.backward()
     got.loss.backward()
     for full, split in zip(sparse(base), sparse(model), strict=True):
         for part in ("gate_up_proj", "down_proj"):
-            want, got = (
-                getattr(full.experts, part).grad[[3, 2]],
-                getattr(split.experts, part).grad,
-            )
+            want = getattr(full.experts, part).grad[[3, 2]]
+            got = getattr(split.experts, part).grad
             torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
 
 
@@ -62,14 +61,17 @@ def test_logits_and_gradients_of_the_chosen_experts_equal_those_of_the_base(
     "kind", ["hunyuan_v1_moe", "afmoe", "hy_v3", "ernie4_5_moe", "laguna"]
 )
 def test_routers_without_a_weight_or_with_more_than_one_are_specialised(kind, batch):
-    base, model = of_family(kind), of_family(kind)
+    base = of_family(kind)
+    model = of_family(kind)
     esft.specialise(model, selection_of(model))
-    want, got = base(**batch), model(**batch)
+    want = base(**batch)
+    got = model(**batch)
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-4)
     want.loss.backward()
     got.loss.backward()
     for full, split in zip(sparse(base), sparse(model), strict=True):
-        want, got = full.experts.down_proj.grad[[3, 2]], split.experts.down_proj.grad
+        want = full.experts.down_proj.grad[[3, 2]]
+        got = split.experts.down_proj.grad
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
     assert fingerprint(esft.restore(model)) == fingerprint(base)
 
@@ -96,7 +98,8 @@ def test_experts_of_another_form_are_refused_before_anything_is_touched(
 ):
     model = of_family(kind)
     before = {name: p.requires_grad for name, p in model.named_parameters()}
-    modules, base = list(model.modules()), fingerprint(model)
+    modules = list(model.modules())
+    base = fingerprint(model)
     message = f"E-MODEL: layer 0: .*, {difference}; expected"
     refused(message, esft.specialise, model, selection_of(model))
     if (
@@ -145,7 +148,8 @@ def test_gradient_and_optimizer_bytes_are_the_chosen_share_of_full(
         layer.experts.requires_grad_(True)
     experts = len(anatomy(full).layers[1].router.weight)
     model = esft.specialise(mixture(family), selection_of(full, count))
-    whole, share = full_step(full, batch), full_step(model, batch)
+    whole = full_step(full, batch)
+    share = full_step(model, batch)
     assert [part * experts for part in share] == [part * count for part in whole]
     frozen = [
         p for name, p in model.named_parameters() if name not in esft.trained(model)
@@ -163,7 +167,8 @@ def test_merged_and_reloaded_the_logits_are_equal(
     torch.testing.assert_close(merged, specialised, rtol=1e-4, atol=1e-4)
     model.save_pretrained(tmp_path / "plain")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
-    stored, whole = again.state_dict(), model.state_dict()
+    stored = again.state_dict()
+    whole = model.state_dict()
     assert stored.keys() == whole.keys()
     assert all(torch.equal(stored[name], whole[name]) for name in whole)
     # Read from a file, weights may lie askew, which changes the last bit.
@@ -221,7 +226,8 @@ def test_what_does_not_fit_is_refused_and_the_model_untouched(
     mixture, host, monkeypatch
 ):
     model = mixture("DeepseekV2")
-    base, layers = fingerprint(model), selection_of(model).experts
+    base = fingerprint(model)
+    layers = selection_of(model).experts
     adapters = pesc.craft(host(), pesc.Config(experts=4, adapter_width=4))
     for message, (given, experts) in {
         r"E-KEYS: .*names layers \[2\], the sparse ones are \[1, 2\]": (
@@ -266,11 +272,9 @@ def test_what_does_not_fit_is_refused_and_the_model_untouched(
 
 def looked_at_all(matrix, size):
     """The paper's procedure in plain Python: of all groups of those left, the first of the best."""
-    alike, left, groups = (
-        grouping.similarity(matrix).tolist(),
-        list(range(len(matrix))),
-        [],
-    )
+    alike = grouping.similarity(matrix).tolist()
+    left = list(range(len(matrix)))
+    groups = []
     while left:
         pairs = {
             g: sum(alike[i][j] for i, j in combinations(g, 2))
@@ -308,7 +312,8 @@ def test_a_hand_worked_case():
 
 
 def test_cooccurrence_equals_a_naive_count(mixture, batch):
-    model, calls = mixture("DeepseekV2"), {}
+    model = mixture("DeepseekV2")
+    calls = {}
     for layer in anatomy(model).layers[1:]:
         layer.experts.register_forward_pre_hook(
             lambda module, args, index=layer.index: calls.update(
@@ -316,10 +321,8 @@ def test_cooccurrence_equals_a_naive_count(mixture, batch):
             )
         )
     model(**batch)
-    real, counted = (
-        batch["attention_mask"].flatten().tolist(),
-        esft.cooccurrence(model, [batch]),
-    )
+    real = batch["attention_mask"].flatten().tolist()
+    counted = esft.cooccurrence(model, [batch])
     assert counted.keys() == calls.keys() == {1, 2}
     for layer, ids in calls.items():
         want = torch.zeros(8, 8).double()
@@ -375,12 +378,11 @@ BY_MORE = {
 
 
 def test_groups_that_do_not_fit_are_refused(mixture, batch):
-    model, correcting, wide = (
-        mixture("DeepseekV2"),
-        mixture("DeepseekV3"),
-        torch.ones(64, 64),
-    )
-    check, together = grouping.check, esft.cooccurrence(model, [batch])
+    model = mixture("DeepseekV2")
+    correcting = mixture("DeepseekV3")
+    wide = torch.ones(64, 64)
+    check = grouping.check
+    together = esft.cooccurrence(model, [batch])
     special = esft.specialise(
         mixture("DeepseekV2"), esft.Selection(experts={1: (0,), 2: (0,)})
     )

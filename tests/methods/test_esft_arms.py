@@ -75,7 +75,8 @@ def test_every_arm_has_a_name_and_none_is_trained_twice():
         "lora": ["lora-4", "lora"],
     }
     assert arms.budget(TRIED, USUAL) == by_size
-    usual, both = USUAL | {"gate": 0.2}, ["gate-0.1", "gate-0.3"]
+    usual = USUAL | {"gate": 0.2}
+    both = ["gate-0.1", "gate-0.3"]
     assert arms.budget(TRIED, usual)["gate"] == both and set(both) <= set(
         arms.arms(TRIED, usual)
     )
@@ -91,7 +92,8 @@ def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(
     batches = {"one": [batch], "two": [{key: part[:1] for key, part in batch.items()}]}
     scores = {task: esft.measure(model, drawn) for task, drawn in batches.items()}
     measured = model, batches, scores, esft.cooccurrence(model, [batch])
-    known, base = arms.arms(TRIED, USUAL), fingerprint(model)
+    known = arms.arms(TRIED, USUAL)
+    base = fingerprint(model)
     plan = planned(known)
     for name, arm in known.items():
         trained_on = [task for other, task in plan if other == name]
@@ -102,10 +104,8 @@ def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(
     for name, p in {"token": 0.2, "gate": 0.1, "gate-0.3": 0.3}.items():
         config = esft.Config(score=known[name].method, threshold=p)
         assert plan[name, "one"] == {"selection": esft.select(scores["one"], config)}
-    drawn, like = (
-        plan["random_gate", "two"]["selection"],
-        plan["gate", "two"]["selection"],
-    )
+    drawn = plan["random_gate", "two"]["selection"]
+    like = plan["gate", "two"]["selection"]
     assert drawn == esft.random_selection(like, scores["two"].experts, "gate/two/0")
     for name in known:  # asked for alone, an arm gets what it gets among all
         alone = planned({name: known[name]})
@@ -120,7 +120,8 @@ def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(
 
 
 def test_lora_starts_at_the_base_and_has_the_ranks_asked_for(family, mixture, batch):
-    base, model = mixture(family), esft.lora(mixture(family), rank=4)
+    base = mixture(family)
+    model = esft.lora(mixture(family), rank=4)
     assert torch.equal(model(**batch).logits, base(**batch).logits)
     experts = len(anatomy(base).layers[1].router.weight)
     model(**batch).loss.backward()
@@ -139,8 +140,10 @@ def test_lora_on_attention_alone_leaves_every_expert_frozen(mixture):
 
 def test_an_arm_starts_on_a_copy_with_what_it_trains(mixture, batch):
     model = mixture("DeepseekV2", num_experts_per_tok=4)
-    together, drawn = esft.cooccurrence(model, [batch]), {"one": [batch]}
-    scores, base = {"one": esft.measure(model, [batch])}, fingerprint(model)
+    together = esft.cooccurrence(model, [batch])
+    drawn = {"one": [batch]}
+    scores = {"one": esft.measure(model, [batch])}
+    base = fingerprint(model)
     known = arms.arms(TRIED, USUAL)
     plan = arms.plan(
         known, model, drawn, scores, together, preset="fixed", scale=2.0, seed=0
@@ -196,7 +199,8 @@ def test_baselines_refuse_what_is_not_a_plain_mixture(mixture, host):
 
 
 def test_training_rows_are_as_many_as_a_task_has_or_as_asked_for(monkeypatch):
-    asked, pin = {}, "a" * 40
+    asked = {}
+    pin = "a" * 40
     monkeypatch.setattr(
         hub, "load", lambda name, **more: asked.update({name: more}) or [name]
     )
@@ -333,7 +337,8 @@ def test_an_arms_average_counts_each_task_once_whatever_its_rows():
 
 def test_what_is_left_is_compared_at_equal_target_accuracy():
     # One arm reaches 0.8 and keeps 0, another 0.4 and keeps half: the first had 3/4 left at 0.4.
-    solved, other = np.array([0.0, 0.4, 0.8]), np.array([0.0, 0.2, 0.4])
+    solved = np.array([0.0, 0.4, 0.8])
+    other = np.array([0.0, 0.2, 0.4])
     one = solved, np.array([[1, 1, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0.0]])
     two = other, np.array([[1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 0.0]])
     assert esft.at_equal_accuracy(one, two).tolist() == [1, 0, 0, 0]
@@ -348,7 +353,8 @@ def test_what_is_left_is_compared_at_equal_target_accuracy():
 
 
 def test_a_front_is_read_off_evaluations_with_general_tasks_of_equal_weight():
-    asked, correct = ["t", "t", "a", "b", "b"], ([0, 0, 1, 1, 1], [1, 0, 1, 0, 1])
+    asked = ["t", "t", "a", "b", "b"]
+    correct = ([0, 0, 1, 1, 1], [1, 0, 1, 0, 1])
     tables = [
         pd.DataFrame({"task": asked, "asked": asked, "domain": "d", "correct": hits})
         for hits in correct

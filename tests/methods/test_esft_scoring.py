@@ -20,7 +20,10 @@ RENORMALISED = {"Mixtral", "DeepseekV3", "Qwen3Moe"}
 @torch.no_grad()
 def naive(model, family, batch, pooling):
     """Eq. 6 and 7, one unpadded sample at a time, one token after the other, in float64."""
-    top_k, means, tokens, seen = model.config.num_experts_per_tok, {}, 0, {}
+    top_k = model.config.num_experts_per_tok
+    means = {}
+    tokens = 0
+    seen = {}
     routers = {
         part.index: part.router
         for part in anatomy(model).layers
@@ -226,7 +229,8 @@ def scores(*rows, gate=None):
 
 
 def test_the_published_experts_follow_from_the_published_scores(shared):
-    folder, totals = shared / "oracles/esft", []
+    folder = shared / "oracles/esft"
+    totals = []
     released = esft.Config.preset("released", score="token", threshold=0.2)
     rules = [
         esft.Config(score="gate", threshold=0.1, normalised=each)
@@ -290,7 +294,8 @@ def test_whole_groups_are_taken_by_their_sums_and_random_experts_by_the_seed():
 def test_presets_differ_where_paper_and_code_do_and_what_cannot_be_chosen_is_refused(
     tmp_path,
 ):
-    paper, released = esft.Config.preset("paper"), esft.Config.preset("released")
+    paper = esft.Config.preset("paper")
+    released = esft.Config.preset("released")
     assert (paper.pooling, paper.normalised, paper.decimals) == ("samples", True, None)
     assert (released.pooling, released.normalised, released.decimals) == (
         "tokens",

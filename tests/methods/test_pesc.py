@@ -28,17 +28,20 @@ def shaken(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_crafted_model_equals_the_dense_one_at_step_0(family, host, batch):
-    dense, model = host(family), host(family)
+    dense = host(family)
+    model = host(family)
     assert pesc.craft(model, pesc.Config(**SMALL)) is model
     assert all(isinstance(layer.mlp, AdapterMoE) for layer in anatomy(model).layers)
-    want, got = dense(**batch), model(**batch)
+    want = dense(**batch)
+    got = model(**batch)
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(got.loss, want.loss)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_router_reads_the_ffn_input_and_adapters_its_output(family, host, batch):
-    model, seen = shaken(pesc.craft(host(family), pesc.Config(**SMALL))), {}
+    model = shaken(pesc.craft(host(family), pesc.Config(**SMALL)))
+    seen = {}
     layer = model.model.layers[1]
     for name in ("shared", "router", "adapters"):
         part = getattr(layer.mlp, name)
@@ -64,15 +67,17 @@ class Loop(nn.Module):
 
     def __init__(self, block, scale, top_k):
         super().__init__()
-        self.block, self.scale, self.top_k = block, scale, top_k
+        self.block = block
+        self.scale = scale
+        self.top_k = top_k
 
     def forward(self, x):
-        shared, down, up = (
-            self.block.shared,
-            self.block.adapters.down,
-            self.block.adapters.up,
-        )
-        rows, self.dispatched, self.probability = [], [], []
+        shared = self.block.shared
+        down = self.block.adapters.down
+        up = self.block.adapters.up
+        rows = []
+        self.dispatched = []
+        self.probability = []
         for token in x.reshape(-1, x.shape[-1]):
             gate = shared.gate_proj.weight @ token
             swish = gate / (1 + (-gate).exp())
@@ -95,7 +100,8 @@ class Loop(nn.Module):
 
     def balance(self, mask):
         """Eq. 10 over the tokens that are no padding."""
-        real, total = [t for t, keep in enumerate(mask.flatten().tolist()) if keep], 0
+        real = [t for t, keep in enumerate(mask.flatten().tolist()) if keep]
+        total = 0
         for e in range(len(self.probability[0])):
             f = sum(self.dispatched[t].count(e) for t in real) / (
                 len(real) * self.top_k
@@ -111,7 +117,8 @@ def test_outputs_loss_and_gradients_equal_a_plain_loop_in_float64(host, batch):
     for layer in oracle.model.layers:
         layer.mlp = Loop(layer.mlp, 0.5, 2)
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    got, logits = model(**inputs), oracle(**inputs).logits
+    got = model(**inputs)
+    logits = oracle(**inputs).logits
     targets = batch["labels"][:, 1:]  # transformers' own loss is in float32
     loss = nn.functional.cross_entropy(
         got.logits[:, :-1].mT, targets
@@ -176,10 +183,8 @@ def test_a_dead_balance_loss_is_refused_and_not_returned(host, batch):
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 def test_gradient_checkpointing_gives_the_same_gradients(host, batch):
-    grads, config = (
-        [],
-        pesc.Config(experts=4, adapter_width=6, host="lora", lora_rank=4),
-    )
+    grads = []
+    config = pesc.Config(experts=4, adapter_width=6, host="lora", lora_rank=4)
     for checkpointing in (False, True):  # with dropout in adapters and LoRA
         model = shaken(pesc.prepare(host(dtype=torch.float64), config)).train()
         if checkpointing:

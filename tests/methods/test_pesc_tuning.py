@@ -130,7 +130,8 @@ def test_the_adapters_norm_is_that_of_all_upper_matrices_together(host):
 
 
 def test_full_experts_equal_the_dense_model_at_step_0_and_train_alone(host, batch):
-    dense, full = host(), pesc.full_experts(host(), pesc.Config(**SMALL, host="frozen"))
+    dense = host()
+    full = pesc.full_experts(host(), pesc.Config(**SMALL, host="frozen"))
     torch.testing.assert_close(
         full(**batch).logits, dense(**batch).logits, rtol=1e-5, atol=1e-5
     )
@@ -150,7 +151,8 @@ def test_error_is_0_for_equal_models_and_1_for_adapters_that_never_moved(host, b
     itself = pesc.approximation_error(copy.deepcopy(full), full, host(), [batch, batch])
     assert (itself.gaps, itself.output_error) == ([0] * 6, 0)
     assert sum(itself.recovered) / 6 == pytest.approx(1)
-    crafted, dense = pesc.craft(host(), config).train(), host()
+    crafted = pesc.craft(host(), config).train()
+    dense = host()
     gaps, recovered, error = pesc.approximation_error(crafted, full, dense, [batch])
     assert error == pytest.approx(1, abs=1e-5)
     assert sum(recovered) / 3 == pytest.approx(0, abs=1e-4)
@@ -180,7 +182,8 @@ def test_width_512_gives_the_printed_sizes_and_64_does_not():
         "llama-2-13b": (13_015_864_320, 40, 5120, 13.2),
         "yi-34b": (34_388_917_248, 60, 7168, 34.8),
     }.items():
-        size, line = pesc.counts(pesc.Config(), name), table.loc[name]
+        size = pesc.counts(pesc.Config(), name)
+        line = table.loc[name]
         assert (size.dense, size.routers) == (dense, layers * 8 * width)
         assert size.adapters == layers * 8 * 2 * width * 512
         assert size.total == line.total == dense + size.adapters + size.routers
@@ -254,10 +257,8 @@ def test_the_matched_dense_arm_trains_as_much_as_the_sparse_one_at_the_same_scal
 
 def test_bytes_are_those_of_a_step_and_every_turn_has_a_ratio(host, batch, rows):
     config = pesc.Config(experts=4, adapter_width=6, host="lora", lora_rank=4)
-    dense, sparse = (
-        pesc.prepare(host(), config, sparse=False),
-        pesc.prepare(host(), config),
-    )
+    dense = pesc.prepare(host(), config, sparse=False)
+    sparse = pesc.prepare(host(), config)
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
     labelled = {**inputs, "labels": inputs["input_ids"]}
     want = [step_memory(model.train(), labelled).total for model in (sparse, dense)]

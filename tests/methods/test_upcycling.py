@@ -23,7 +23,8 @@ from moebook.nn import routers
 from moebook.training import fit
 from tests.refusals import refused
 
-MIXED, RAW = {"combine": "renormalised"}, {"combine": "probability"}
+MIXED = {"combine": "renormalised"}
+RAW = {"combine": "probability"}
 
 
 def sparse(model, start=None, **changes):
@@ -38,7 +39,8 @@ def sparse(model, start=None, **changes):
 def test_renormalised_model_equals_the_dense_one_at_step_0(family, top_k, host, batch):
     model = sparse(host(family, torch.float64), combine="renormalised", top_k=top_k)
     assert {layer.kind for layer in anatomy(model).layers} == {"sparse"}
-    want, got = host(family, torch.float64)(**batch), model(**batch)
+    want = host(family, torch.float64)(**batch)
+    got = model(**batch)
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(got.loss, want.loss)
 
@@ -65,7 +67,8 @@ def test_probability_scales_each_ffn_by_the_kept_probabilities_as_eq_2_says(
         layer.mlp.register_forward_hook(
             lambda mlp, args, out, w=weights: scale(mlp, args, out, w)
         )
-    got, want = model(**batch).logits, dense(**batch).logits
+    got = model(**batch).logits
+    want = dense(**batch).logits
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
@@ -138,7 +141,8 @@ def test_outputs_and_gradients_equal_a_loop_over_tokens(host, apart):
                 block.experts.down_proj[expert] @ (F.silu(gate) * up)
             )
         rows.append(row)
-    want, got = torch.stack(rows).unsqueeze(0), block(x)
+    want = torch.stack(rows).unsqueeze(0)
+    got = block(x)
     torch.testing.assert_close(got, want)
     wanted = [x, *block.parameters()]
     pairs = [torch.autograd.grad(y.sin().sum(), wanted) for y in (got, want)]
@@ -218,10 +222,8 @@ def test_balance_loss_is_eq_3_and_4_over_real_tokens_with_a_term_a_layer(
 def test_noise_is_a_share_of_the_dense_deviation_and_differs_by_expert(host):
     dense = host("Llama", hidden_size=64, intermediate_size=96, head_dim=16)
     model, again = (sparse(copy.deepcopy(dense), noise=0.25, seed=7) for _ in range(2))
-    weight, experts = (
-        dense.model.layers[1].mlp.down_proj.weight,
-        anatomy(model).layers[1].experts,
-    )
+    weight = dense.model.layers[1].mlp.down_proj.weight
+    experts = anatomy(model).layers[1].experts
     moved = experts.down_proj - weight
     spreads = [expert.std().item() for expert in moved]
     assert spreads == pytest.approx([0.25 * weight.std().item()] * 4, rel=0.05)
@@ -239,7 +241,8 @@ def test_only_the_chosen_layers_are_upcycled_and_take_their_own_rows_of_the_star
 def test_settings_starts_and_models_that_do_not_fit_are_refused_and_left_untouched(
     host, batch
 ):
-    model, ran = host(), sparse(host()).train()
+    model = host()
+    ran = sparse(host()).train()
     with torch.no_grad():
         ran(**batch)
     for act, given, changes, code in (
@@ -347,7 +350,8 @@ def test_step_zero_measures_loss_and_gradient_of_each_rule_and_leaves_the_model(
         and len(table) == 4
     )
     assert table.loc["renormalised"].abs().max(axis=None) < 1e-5
-    model, plain = sparse(host(), start), dense(**batch).loss.item()
+    model = sparse(host(), start)
+    plain = dense(**batch).loss.item()
     loss = model(**batch).loss
     loss.backward()
     grads = torch.cat([router.weight.grad.flatten() for router in routers(model)])
@@ -443,7 +447,8 @@ def test_a_half_precision_model_exports_close_to_itself(batch, mixed, tmp_path):
         upcycling.export(model, tmp_path / "out")
     )
     assert plain.dtype == torch.bfloat16
-    got, want = plain(**batch).logits.float(), model(**batch).logits.float()
+    got = plain(**batch).logits.float()
+    want = model(**batch).logits.float()
     assert (got - want).norm() / want.norm() < 0.1
 
 

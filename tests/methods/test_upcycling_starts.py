@@ -54,7 +54,9 @@ def letters(text, **_):
 class Letters:
     """Tokenize a list of texts, and tell the special tokens."""
 
-    bos_token, bos_token_id, eos_token_id = "^", 0, 1
+    bos_token = "^"
+    bos_token_id = 0
+    eos_token_id = 1
 
     def __call__(self, texts, *, max_length, **_):
         return {"input_ids": [numbers(text)[:max_length] for text in texts]}
@@ -98,7 +100,8 @@ def naive(model, batches, tensor):
     "tensor", ["attention_output", "residual", "ffn_input", "block_input"]
 )
 def test_collection_equals_a_naive_full_one(family, tensor, host):
-    model, batches = host(family), texts(3)
+    model = host(family)
+    batches = texts(3)
     got = upcycling.collect(model, {"a": batches[:2], "b": batches[2:]}, tensor=tensor)
     for layer, parts in enumerate(naive(model, batches, tensor)):
         rows = [
@@ -111,7 +114,8 @@ def test_collection_equals_a_naive_full_one(family, tensor, host):
 
 @pytest.mark.parametrize("tokens", ["last", "mean"])
 def test_last_and_mean_take_one_vector_a_row(tokens, host):
-    model, batches = host(), texts(2)
+    model = host()
+    batches = texts(2)
     got = upcycling.collect(model, {"a": batches}, tensor="residual", tokens=tokens)
     ends = torch.tensor([7, 3, 7, 7])
     for layer, parts in enumerate(naive(model, batches, "residual")):
@@ -124,13 +128,12 @@ def test_last_and_mean_take_one_vector_a_row(tokens, host):
 
 
 def test_some_tasks_of_a_collection_are_what_would_be_collected_from_them_alone(host):
-    model, tasks = host(), {name: texts(2) for name in ("a", "b", "c")}
+    model = host()
+    tasks = {name: texts(2) for name in ("a", "b", "c")}
     every = upcycling.collect(model, tasks)
     for names in (("a", "b"), ("b", "c"), ("c",)):
-        part, alone = (
-            every.only(*names),
-            upcycling.collect(model, {n: tasks[n] for n in names}),
-        )
+        part = every.only(*names)
+        alone = upcycling.collect(model, {n: tasks[n] for n in names})
         assert torch.equal(part.points, alone.points) and torch.equal(
             part.labels, alone.labels
         )
@@ -155,7 +158,8 @@ def test_clouds_hold_a_mean_a_text_of_the_model_and_of_an_untrained_twin(host):
 
 
 def test_a_share_is_drawn_token_by_token_however_the_text_is_cut(host):
-    model, whole = host(), texts(1, size=40)
+    model = host()
+    whole = texts(1, size=40)
     rows = [{k: v[i : i + 5] for k, v in whole[0].items()} for i in range(0, 40, 5)]
     everything = upcycling.collect(model, {"a": whole}).points
     for seed in (5, 6):
@@ -169,7 +173,8 @@ def test_a_share_is_drawn_token_by_token_however_the_text_is_cut(host):
 
 
 def test_a_limit_keeps_the_smallest_keys_of_each_task_in_the_order_of_the_text(host):
-    model, batches = host(), texts(12)
+    model = host()
+    batches = texts(12)
     tasks = {"a": batches[:10], "b": batches[10:11], "c": batches[11:]}
     everything = upcycling.collect(model, tasks)
     part = upcycling.collect(model, tasks, limit=50, seed=3)
@@ -185,7 +190,8 @@ class Held(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.tensors, self.peak = weakref.WeakValueDictionary(), 0
+        self.tensors = weakref.WeakValueDictionary()
+        self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -198,7 +204,8 @@ class Held(TorchDispatchMode):
 
 
 def test_what_collection_holds_does_not_grow_with_the_text(host):
-    model, peaks = host(), []
+    model = host()
+    peaks = []
     for count in (4, 64):
         batches = texts(count)
         with Held() as held:
@@ -215,7 +222,8 @@ def test_what_collection_holds_does_not_grow_with_the_text(host):
 
 
 def test_batches_without_a_hit_are_not_run_and_the_model_comes_back_as_it_was(host):
-    model, runs = host().train(), []
+    model = host().train()
+    runs = []
     hook = model.model.register_forward_hook(lambda m, args, out: runs.append(1))
     taken = list(sampled(model, {"a": texts(100)}, share=0.005))
     assert len(runs) == len(taken) < 40

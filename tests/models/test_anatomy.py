@@ -73,7 +73,8 @@ def test_transposed_experts_show_their_own_width():
 )  # PEFT 0.21
 def test_a_peft_wrapper_is_looked_through_and_experts_that_it_adapts_are_shown_as_they_were():
     model = build("Mixtral", **MIXTURES["Mixtral"])
-    decoder, experts = model.model, [layer.experts for layer in anatomy(model).layers]
+    decoder = model.model
+    experts = [layer.experts for layer in anatomy(model).layers]
     adapted = ["experts.gate_up_proj", "experts.down_proj"]
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=adapted)
     found = anatomy(peft.get_peft_model(model, lora))
@@ -117,7 +118,8 @@ def test_training_and_generation_with_our_experts_equal_those_of_transformers(
     monkeypatch.setattr(kernels, "experts", counted)
     models.register_experts()
     model = build(family, torch.float64, **MIXTURES[family])
-    ids, seen = torch.randint(2, 48, (2, 9)), []
+    ids = torch.randint(2, 48, (2, 9))
+    seen = []
     for (
         parameter
     ) in model.parameters():  # some families start so small that nothing would show

@@ -98,9 +98,11 @@ def test_a_fingerprint_is_the_one_worked_out_by_hand_and_tells_bits_dtypes_and_n
         b"weight (1, 2) torch.float32\n" + bytes.fromhex("0000803f00000040")
     )
     assert fingerprint(model) == expected.hexdigest()
-    flipped, renamed = nn.Sequential(nn.Linear(2, 2)), nn.Module()
+    flipped = nn.Sequential(nn.Linear(2, 2))
+    renamed = nn.Module()
     renamed.add_module("1", flipped[0])
-    first, other = fingerprint(flipped), fingerprint(renamed)
+    first = fingerprint(flipped)
+    other = fingerprint(renamed)
     flipped[0].weight.data.view(torch.int32)[0] ^= 1
     assert (
         len({first, other, fingerprint(flipped), fingerprint(flipped.bfloat16())}) == 4

@@ -220,7 +220,8 @@ def test_nats_and_training_are_the_likelihoods_whatever_the_configuration_adds(
     sizes = MIXTURES.get(family, {"num_local_experts": 4, "num_experts_per_tok": 2})
     model = build(family, **sizes | {"vocab_size": 300})
     encoded = encode(ROWS, byte_tokenizer, max_length=256)
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for ids, labels in zip(encoded["input_ids"], encoded["labels"], strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)

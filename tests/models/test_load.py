@@ -250,7 +250,8 @@ def test_a_packaged_base_is_whole_and_loads(name):
 
 def write_gguf(path, model, tokenizer):
     """Write a Llama as llama.cpp does: in a head of q and k the rows of both halves alternate."""
-    shape, written = model.config, gguf.GGUFWriter(path, "llama")
+    shape = model.config
+    written = gguf.GGUFWriter(path, "llama")
     written.add_block_count(shape.num_hidden_layers)
     written.add_context_length(shape.max_position_embeddings)
     written.add_embedding_length(shape.hidden_size)

@@ -19,7 +19,8 @@ from moebook.models import lora
 from moebook.nn import Dropout
 from moebook.nn.lora import lora_step
 
-SHARE, SCALE = 0.25, 2.5
+SHARE = 0.25
+SCALE = 2.5
 
 
 def layers(*, bias=False, dtype=torch.float64, share=SHARE):
@@ -118,7 +119,8 @@ def test_under_autocast_it_is_pefts_own():
 
 def test_masks_are_drawn_at_the_rate_and_anew_at_each_pass():
     ours, _ = layers()
-    down, up = ours.lora_A["default"].weight, ours.lora_B["default"].weight
+    down = ours.lora_A["default"].weight
+    up = ours.lora_B["default"].weight
     with torch.no_grad():
         ours.base_layer.weight.zero_()
         down.zero_()[0, 0] = 1.0

@@ -29,10 +29,8 @@ from recipes import pretrain as pretraining
 from recipes import tasks as made
 from tests.refusals import refused
 
-FEW, MORE = (
-    {"nano": 1},
-    {"nano": 4, "nano-moe": 3},
-)  # steps; one of the sparse base takes two's time
+FEW = {"nano": 1}
+MORE = {"nano": 4, "nano-moe": 3}  # steps; one of the sparse base takes two's time
 BASES = Path(str(files("moebook.models")))
 CONFIG = {
     "hidden_size": 16,
@@ -43,7 +41,8 @@ CONFIG = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-MIXTURE, ALONE = {"letters": 0.5, "sums": 0.5}, {"sums": 1.0}
+MIXTURE = {"letters": 0.5, "sums": 0.5}
+ALONE = {"sums": 1.0}
 PHASES = [
     {"steps": 6, "rows": 4, "length": 16},
     {"steps": 4, "rows": 2, "length": 32, "mixture": ALONE},
@@ -102,7 +101,8 @@ def test_an_interrupted_run_ends_as_a_whole_one_with_a_base_that_loads(
     assert len(list(parts.glob("*.safetensors"))) > 2
     monkeypatch.setenv("XDG_CACHE_HOME", str(recipe.parent))
     shutil.copytree(parts, finished("mid-moe"))
-    (model, tokenizer), (again, _) = load(str(out)), load("mid-moe")
+    model, tokenizer = load(str(out))
+    again, _ = load("mid-moe")
     pairs = zip(model.parameters(), again.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
     manifest = json.loads((out / "MANIFEST.json").read_text())
@@ -148,7 +148,8 @@ def test_the_balance_loss_is_that_of_every_router_and_left_out_of_the_reported_l
     out = model(input_ids=ids, labels=ids, output_router_logits=True)
     expected = 0.0
     for logits in out.router_logits:  # Eq. 10 of PESC by a plain loop over tokens
-        shares, chances = torch.zeros(4), torch.zeros(4)
+        shares = torch.zeros(4)
+        chances = torch.zeros(4)
         for token in logits:
             shares[token.topk(2).indices] += 1 / (2 * len(logits))
             chances += token.softmax(0) / len(logits)
@@ -169,7 +170,8 @@ class Tokens:
     def __init__(
         self, texts: list[str], tokenizer: Tokenizer, begins: list, length: int
     ):
-        self.begins, self.length = begins, length
+        self.begins = begins
+        self.length = length
         encode = tokenizer.encode_batch_fast
         self.ids = functools.cache(
             lambda document: [0, *encode([texts[document]])[0].ids, 1]
@@ -212,7 +214,8 @@ def begins(
 
 
 def test_windows_encoded_alone_are_those_of_the_token_files(recipe):
-    read, work = pretraining.Recipe.read(recipe), recipe.parent
+    read = pretraining.Recipe.read(recipe)
+    work = recipe.parent
     tokenizer, described = pretraining.prepare(read, work)
     streams = pretraining.streams(work, "train")
     alone = {
@@ -254,7 +257,8 @@ def test_the_first_steps_of_the_shipped_bases_repeat_from_their_recipes(
     recipes = {
         name: pretraining.Recipe.read(BASES / name / "recipe.yaml") for name in PACKAGED
     }
-    nano, described = recipes["nano"], manifests["nano"]["corpus"]
+    nano = recipes["nano"]
+    described = manifests["nano"]["corpus"]
     for package, version in described["packages"].items():
         if importlib.metadata.version(package) != version:
             pytest.skip(f"the corpus was made with {package} {version}")
@@ -287,7 +291,8 @@ def test_the_first_steps_of_the_shipped_bases_repeat_from_their_recipes(
         assert (tmp_path / "tokenizer.json").read_bytes() == shipped
         if name not in steps:
             continue
-        work, file = tmp_path / name, BASES / name / "recipe.yaml"
+        work = tmp_path / name
+        file = BASES / name / "recipe.yaml"
         losses = pretraining.pretrain(file, work, work / "out", steps=steps[name])
         # float32 in place of bf16 moves nano's by 1.2e-4, a learning rate 5 % lower by 4e-4.
         assert losses == pytest.approx(
@@ -335,7 +340,8 @@ def test_families_compute_what_they_ask_repeat_for_a_seed_and_make_one_general_t
             == words
         )
     for family in families.FAMILIES:
-        first, again = Random(3), Random(3)
+        first = Random(3)
+        again = Random(3)
         drawn = [family(first) for _ in range(50)]
         assert drawn == [family(again) for _ in range(50)]
         assert len(set(drawn)) > 10 and all(

@@ -88,9 +88,12 @@ def _run(folder: Path) -> Run:
     )
 
 
-PART, NOTEBOOK = "moebook/used/part.py", "notebooks/01_toy.ipynb"
-USED, MORE = ("used.part",), '{"cell_type": "markdown", "source": "More."}'
-CELL, EMPTY = ("notebook",), '{"cell_type": "code", "source": " "}'
+PART = "moebook/used/part.py"
+NOTEBOOK = "notebooks/01_toy.ipynb"
+USED = ("used.part",)
+MORE = '{"cell_type": "markdown", "source": "More."}'
+CELL = ("notebook",)
+EMPTY = '{"cell_type": "code", "source": " "}'
 REMARK = '{"cell_type": "code", "source": "# a remark"}'
 MAGIC = '{"cell_type": "code", "source": "%time x"}'
 NO_PYTHON = '{"cell_type": "code", "source": "x = = 1"}'
@@ -143,7 +146,8 @@ SPLIT = '{"cell_type": "code", "source": "x = steps"}'
 def test_code_and_data_count_and_comments_layout_and_prose_do_not(
     package, name, old, new, names
 ):
-    run, path = _run(package.parent), package.parent / name
+    run = _run(package.parent)
+    path = package.parent / name
     assert records.runs.changed(run, package.parent) == () and old in path.read_text()
     path.write_text(path.read_text().replace(old, new, 1))
     assert records.runs.changed(run, package.parent) == names
@@ -155,7 +159,8 @@ def test_a_run_says_what_it_loaded_of_which_day_it_is_and_names_the_first_change
     loaded = storage.files.loaded()
     assert set(loaded) == {*LOADED, "used/rows.csv", "used/weights/model.safetensors"}
     assert set(storage.files.loaded(loaded)) == set()
-    run, folder = _run(package.parent), package.parent
+    run = _run(package.parent)
+    folder = package.parent
     for name in ("idle.py", "used/README.md", "lab/papers/pesc/claims.yaml"):
         (package / name).unlink()
     assert records.since(run, folder) == "of 2026-01-02; code unchanged"
@@ -206,10 +211,8 @@ def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path):
 def test_the_project_has_a_config_and_a_failed_write_leaves_the_old_file(
     tmp_path, monkeypatch
 ):
-    path, full = (
-        tmp_path / "deep" / "_config.yml",
-        OSError(28, "No space left on device"),
-    )
+    path = tmp_path / "deep" / "_config.yml"
+    full = OSError(28, "No space left on device")
     refused(r"_config\.yml", storage.root, path.parent / "inner")
     storage.write(path, "old")
     assert storage.root(path.parent / "inner") == path.parent

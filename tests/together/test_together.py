@@ -84,7 +84,8 @@ def logits(model, setup):
 
 @pytest.mark.parametrize(("base", "name"), EVERY)
 def test_an_arm_trains_what_the_budget_says_and_starts_as_the_base(setups, base, name):
-    setup, arm = setups[base], (DENSE if base == "nano" else SPARSE)[name]
+    setup = setups[base]
+    arm = (DENSE if base == "nano" else SPARSE)[name]
     model = built(setup, arm)
     if arm.sized:
         assert abs(combining.trained(model) / BUDGETS[base] - 1) < 0.02
@@ -115,7 +116,8 @@ def test_flops_of_attention_and_of_onednn_are_counted(dense):
     assert (
         fused - plain == 4 * scores
     )  # the backward pass computes the scores of 4 layers again
-    left, right = torch.randn(256, 256), torch.randn(256, 256)
+    left = torch.randn(256, 256)
+    right = torch.randn(256, 256)
     with budget.Flops() as counted:
         torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
     assert counted.total == 2 * 256**3
@@ -144,7 +146,8 @@ def test_the_nearest_number_of_steps_is_bought(amount, steps):
     [("pesc_esft", "flops"), ("rocket", "tokens"), ("rocket", "flops")],
 )
 def test_stages_share_one_budget(dense, name, kind):
-    arm, order = DENSE[name], dense.batches(dense.encoded)
+    arm = DENSE[name]
+    order = dense.batches(dense.encoded)
     price = budget.price(kind, deepcopy(dense.base), order, None)
     costs = [price(step) for step in range(20)]
     done = train(dense, arm, lr=1e-3, amount=sum(costs), kind=kind)
@@ -172,7 +175,8 @@ def states(dense):
 def test_an_arms_routers_start_as_its_name_says_but_for_their_length(
     dense, states, name
 ):
-    kind, count = "su" if name == "esft" else name[-4:], 8 if "pesc" in name else 4
+    kind = "su" if name == "esft" else name[-4:]
+    count = 8 if "pesc" in name else 4
     source = dense.base if kind == "su" else states[kind]
     wanted = getattr(upcycling, kind)(source, count).weights
     weights = [router.weight.detach() for router in routers(built(dense, DENSE[name]))]
@@ -191,7 +195,8 @@ def test_loras_that_read_what_the_ffn_puts_out_become_adapters_exactly(dense):
         "fixed", experts=1, top_k=1, adapter_width=6, host="frozen"
     )
     one = next(iter(bank(dense, DENSE["pesc_bank"]).values()))
-    base, rank = dense.base, 3
+    base = dense.base
+    rank = 3
     for path, weight in ((p, base.get_submodule(p).weight.detach()) for p in one.down):
         # Rows in W's row space.
         one.down[path] = 0.1 * torch.randn(rank, len(weight)) @ weight
@@ -215,7 +220,8 @@ def test_adapter_i_is_lora_i_and_its_router_reads_its_shots(dense, monkeypatch, 
     )
     shots = {each: dense.mixed[3 * i : 3 * i + 3] for i, each in enumerate(picked)}
     monkeypatch.setattr(crafts, "chosen_loras", lambda *_: (picked, shots))
-    layers, loras = sparse_layers(built(dense, DENSE[name])), bank(dense, DENSE[name])
+    layers = sparse_layers(built(dense, DENSE[name]))
+    loras = bank(dense, DENSE[name])
     assert [len(layer.router.weight) for layer in layers] == [len(picked)] * 4
     for place, each in enumerate(picked):
         alone = dense.as_adapters([loras[each]])
@@ -247,7 +253,8 @@ def most_used(setup, model):
 
 @pytest.mark.parametrize("name", ["esft", "pesc_esft"])
 def test_after_half_of_the_budget_the_experts_train_that_are_used_most(dense, name):
-    arm, half = DENSE[name], []
+    arm = DENSE[name]
+    half = []
 
     def later(setup, model):
         half.append(deepcopy(model))
@@ -271,7 +278,8 @@ def test_after_half_of_the_budget_the_experts_train_that_are_used_most(dense, na
 
 
 def test_adapters_beside_experts_read_what_the_mixture_puts_out(setups):
-    setup, x = setups["nano-moe"], torch.randn(1, 9, 128)
+    setup = setups["nano-moe"]
+    x = torch.randn(1, 9, 128)
     model = built(setup, SPARSE["pesc"]).eval()
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (
@@ -279,7 +287,8 @@ def test_adapters_beside_experts_read_what_the_mixture_puts_out(setups):
         )
     for layer in sparse_layers(setup.base):
         new = model.model.layers[layer.index].mlp
-        h, gates = layer.mlp(x), (x @ new.router.weight.T).softmax(-1)
+        h = layer.mlp(x)
+        gates = (x @ new.router.weight.T).softmax(-1)
         gates = gates * (gates >= gates.topk(2).values[..., 1:])
         read = F.gelu(torch.einsum("btd,edr->bter", h, new.adapters.down))
         up = torch.nn.init.normal_(new.adapters.up)
@@ -381,10 +390,8 @@ def test_what_is_forgotten_is_the_rise_on_plain_texts(dense):
 
 
 def test_a_new_task_is_learnt_by_a_copy(dense):
-    model, rows = (
-        built(dense, DENSE["lora"]),
-        data.tasks.rows("kinship_told", "train", 8),
-    )
+    model = built(dense, DENSE["lora"])
+    rows = data.tasks.rows("kinship_told", "train", 8)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     few = dense.encode(rows)
     first, last = together.transfer(
@@ -434,10 +441,8 @@ def test_what_does_not_compose_is_refused(dense, setups):
         made,
     )
     refused("E-SHAPE: the start is", combining.route, upcycled, dense.start("su", 8))
-    told, moe = (
-        "E-MODEL: .* is sparse already: PESC needs a dense host",
-        setups["nano-moe"].base,
-    )
+    told = "E-MODEL: .* is sparse already: PESC needs a dense host"
+    moe = setups["nano-moe"].base
     refused(told, combining.as_adapters, moe, [], [])
     refused(
         "E-MODEL: .* is dense",

@@ -80,7 +80,8 @@ def specialised():
 
 def mixed():
     """Rocket's mixture of LoRAs."""
-    model, loras = dense(), []
+    model = dense()
+    loras = []
     for name in "abcd":
         layers = linears(model, TARGETS)
         down = {
@@ -115,7 +116,8 @@ APART = {"halved": halved}
 
 def course(name, **more):
     """Train by one method; return what happened, and the weights at milestones and at the end."""
-    (model, penalty), sharded = (METHODS | APART)[name](), []
+    model, penalty = (METHODS | APART)[name]()
+    sharded = []
 
     def seen(trained):
         sharded.append(isinstance(trained, FSDPModule))

@@ -108,7 +108,8 @@ def test_the_state_of_bitsandbytes_optimizers_is_restored_bit_for_bit(kind):
             optimizer.zero_grad()
 
     torch.manual_seed(0)
-    one, other = nn.Linear(64, 128), nn.Linear(64, 128)
+    one = nn.Linear(64, 128)
+    other = nn.Linear(64, 128)
     mine, its = (
         getattr(bits, kind)(model.parameters(), lr=1e-2) for model in (one, other)
     )
@@ -204,7 +205,8 @@ def test_tensors_not_finite_or_of_another_shape_are_refused_and_change_nothing(
     tensors = {
         f"model.{name}": p.detach().clone() for name, p in model.named_parameters()
     }
-    before, norm = weights(model), "model.model.norm.weight"
+    before = weights(model)
+    norm = "model.model.norm.weight"
     others = {name: tensor for name, tensor in tensors.items() if name != norm}
     moments = {
         "optimizer." + norm[6:] + part: torch.zeros(7) for part in (".step", ".exp_avg")
@@ -226,7 +228,8 @@ def process(lora, rows, tmp_path, monkeypatch):
 
     def begin(*penalties, **more):
         monkeypatch.setattr(checkpoints, "_numbers", itertools.count(1))
-        ends, draw = [], [((0, 2, 3, 8), lambda model: float(torch.rand(())))]
+        ends = []
+        draw = [((0, 2, 3, 8), lambda model: float(torch.rand(())))]
         for penalty in penalties or (None, None):
             model = lora()
             history = fit(

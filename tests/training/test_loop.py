@@ -31,7 +31,8 @@ def plain_loop(model, rows, rates, *, clip, decay, penalty=None):
         p: (torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()
     }
     decayed = {p for p in model.parameters() if p.ndim > 1}
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step, rate in enumerate(rates):
         batch = batches.collate(batches.rows(step))
         loss = model(**batch).loss
@@ -69,7 +70,8 @@ def square(model):
     ],
 )
 def test_training_equals_a_plain_loop(tiny, rows, schedule, shares):
-    ours, theirs = tiny().double(), tiny().double()
+    ours = tiny().double()
+    theirs = tiny().double()
     history = fit(
         ours,
         rows(),
@@ -97,16 +99,12 @@ def test_training_equals_a_plain_loop(tiny, rows, schedule, shares):
 
 def test_accumulated_parts_give_the_history_of_the_whole_batch(tiny, rows):
     def train(parts):
-        model, settings = (
-            tiny().double(),
-            {"epochs": 2, "batch": 6, "lr": 1e-2, "pad_id": 2},
-        )
+        model = tiny().double()
+        settings = {"epochs": 2, "batch": 6, "lr": 1e-2, "pad_id": 2}
         return model, fit(model, rows(), penalty=square, accumulate=parts, **settings)
 
-    (whole, once), (parts, often) = (
-        train(1),
-        train(3),
-    )  # the last batch has fewer rows than parts
+    whole, once = train(1)
+    parts, often = train(3)  # the last batch has fewer rows than parts
     for name in ("loss", "penalty", "norm"):
         assert getattr(often, name) == pytest.approx(getattr(once, name), rel=1e-5)
     assert (often.step, often.tokens) == (once.step, once.tokens)
@@ -114,7 +112,8 @@ def test_accumulated_parts_give_the_history_of_the_whole_batch(tiny, rows):
 
 
 def test_bf16_computes_in_bfloat16_and_leaves_the_model_as_it_was(tiny, rows):
-    model, seen = tiny(), []
+    model = tiny()
+    seen = []
     forward = type(model).forward
     model.model.layers[0].mlp.register_forward_hook(
         lambda *now: seen.append(now[2].dtype)
@@ -132,13 +131,16 @@ def test_bf16_computes_in_bfloat16_and_leaves_the_model_as_it_was(tiny, rows):
 def test_one_seed_gives_the_same_bits_and_only_what_requires_a_gradient_moves(
     lora, rows
 ):
-    model, settings = lora(), {"epochs": 2, "batch": 8, "lr": 1e-2, "weight_decay": 0.1}
+    model = lora()
+    settings = {"epochs": 2, "batch": 8, "lr": 1e-2, "weight_decay": 0.1}
 
     def train(seed):
         model.load_state_dict(lora().state_dict())
         return fit(model, rows(), **settings, seed=seed, pad_id=2)
 
-    first, again, other = train(1), train(1), train(2)
+    first = train(1)
+    again = train(1)
+    other = train(2)
     assert first.step == list(range(1, 7))
     assert first.tokens[-1] == 2 * sum(rows()["length"])
     assert [0.0, *first.seconds] == sorted({0.0, *first.seconds})
@@ -173,7 +175,8 @@ def test_dropout_draws_anew_at_every_step(lora, rows):
 def test_a_bad_loss_stops_at_its_step_before_any_parameter_moves(
     tiny, rows, bad, tmp_path
 ):
-    model, before = tiny(), []
+    model = tiny()
+    before = []
 
     def spoil(model):
         before.append(weights(model))
@@ -201,7 +204,8 @@ def test_training_leaves_the_surroundings_as_they_were(
     tiny, rows, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.chdir(tmp_path)
-    model, verbosity = tiny(), logging.get_verbosity()
+    model = tiny()
+    verbosity = logging.get_verbosity()
     states = lambda: torch.get_rng_state().numpy(), np.random.get_state, random.getstate
     torch.manual_seed(11), np.random.seed(11), random.seed(11)
     before = [state() for state in states]
@@ -306,7 +310,8 @@ def at(*steps):
 
 def test_a_milestone_holds_the_weights_after_as_many_steps_and_changes_none(lora, rows):
     settings = {"batch": 4, "lr": 1e-2, "warmup": 0.0, "seed": 3}
-    long, short = lora(), lora()
+    long = lora()
+    short = lora()
     milestones = [(range(6), noisy), *at(0, 2, 5)]
     _, measured = fit(
         long, rows(), steps=5, milestones=milestones, **settings
@@ -362,7 +367,8 @@ def test_an_epoch_holds_every_row_once_in_an_order_of_seed_and_epoch_alone(rows)
 def test_a_batch_is_the_one_padded_by_hand_and_leaving_out_logits_changes_no_loss(
     rows, tiny
 ):
-    ids, labels = [[5, 6, 7, 8], [9, 10, 11]], [[-100, -100, 7, 8], [-100, -100, 11]]
+    ids = [[5, 6, 7, 8], [9, 10, 11]]
+    labels = [[-100, -100, 7, 8], [-100, -100, 11]]
     table = {"input_ids": ids, "labels": labels}
     batch = Batches(Dataset.from_dict(table), 2, seed=0, pad_id=2).collate(
         np.array([0, 1])
@@ -371,7 +377,8 @@ def test_a_batch_is_the_one_padded_by_hand_and_leaving_out_logits_changes_no_los
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
     assert batch["labels"].tolist() == [[-100, 7, 8], [-100, 11, -100]]
     assert batch["logits_to_keep"].tolist() == [1, 2, 3]
-    model, batches = tiny(), Batches(rows(12), 12, seed=0, pad_id=2)
+    model = tiny()
+    batches = Batches(rows(12), 12, seed=0, pad_id=2)
     batch = batches.collate(np.arange(12))
     full = torch.full(batch["input_ids"].shape, -100)
     for line, labels in enumerate(batches.row_labels):

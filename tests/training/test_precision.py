@@ -31,7 +31,8 @@ def lora(model, **changes):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_full_training_of_a_16_bit_host_is_that_of_its_float32_copy(dtype, tiny, rows):
     """So nearly every weight moves at a rate of 3e-5; in bfloat16, by torch's AdamW, few do."""
-    ours, theirs = tiny().to(dtype), tiny().to(dtype).float()
+    ours = tiny().to(dtype)
+    theirs = tiny().to(dtype).float()
     start = weights(theirs)
     losses = [fit(model, rows(), steps=6, **RECIPE).loss for model in (ours, theirs)]
     assert losses[0] == losses[1]
@@ -92,7 +93,8 @@ def test_an_interrupted_training_of_a_16_bit_host_goes_on_with_the_same_bits(
     def start():
         return lora(tiny().bfloat16(), lora_dropout=0.2)
 
-    whole, parted = start(), start()
+    whole = start()
+    parted = start()
     wanted = fit(whole, rows(), steps=6, **RECIPE)
     folder = {"output": tmp_path / "kept", "every": 2}
     with pytest.raises(KeyboardInterrupt):

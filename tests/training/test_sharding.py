@@ -130,7 +130,8 @@ def steps(folder):
     ],
 )
 def test_a_checkpoint_comes_back_on_other_processes(launched, tmp_path, before, after):
-    expected, folder = course("esft"), tmp_path / "run"
+    expected = course("esft")
+    folder = tmp_path / "run"
     for count, shards in (before, after):
         for found in launched(count, shards=shards, output=folder, every=4):
             alike(found, expected)
@@ -142,7 +143,8 @@ def test_a_checkpoint_comes_back_on_other_processes(launched, tmp_path, before, 
 
 @on_cpu
 def test_two_processes_that_hold_the_whole_model_train_as_one(launched, tmp_path):
-    expected, folder = course("esft"), tmp_path / "run"
+    expected = course("esft")
+    folder = tmp_path / "run"
     for found in launched(2, shards=False, output=folder, every=4):
         alike(found, expected)
         assert not found["sharded"]
@@ -189,7 +191,8 @@ def once(step, what):
 def test_a_killed_process_ends_the_other_in_one_line_and_training_goes_on(
     launched, tmp_path
 ):
-    folder, begun = tmp_path / "run", time.monotonic()
+    folder = tmp_path / "run"
+    begun = time.monotonic()
     kill = once(5, lambda: os.kill(os.getpid(), signal.SIGKILL))
     told, killed = launched(2, output=folder, every=2, penalty=kill)
     assert time.monotonic() - begun < 60 and killed is None

@@ -121,7 +121,8 @@ def gcd() -> Iterator[Item]:
                     pairs.append((divisor * p, divisor * q))
         step = max(1, len(pairs) // 300)
         for index, (a, b) in enumerate(pairs[::step][:300]):
-            p, q = a // divisor, b // divisor
+            p = a // divisor
+            q = b // divisor
             why = f"{a} = {divisor} * {p} and {b} = {divisor} * {q}."
             yield Item(_pair(a, b, index % 2 == 0), str(divisor), why)
 
@@ -217,7 +218,8 @@ def python_eval() -> Iterator[Item]:
 def isa() -> Iterator[Item]:
     """Yield nouns with one of ten kinds, and the way up to it."""
     for row in shipped("isa.jsonl"):
-        noun, kind = row["noun"], row["kind"]
+        noun = row["noun"]
+        kind = row["kind"]
         way = f"a kind of {row['chain']}, so " if row["chain"] else ""
         yield Item({"noun": noun}, kind, f"{noun}: {way}{kind}.")
 
@@ -313,7 +315,8 @@ def copyleft() -> Iterator[Item]:
     """Yield the reserved clauses of licences that are clearly of one kind."""
     apart = reserved()
     for row in shipped("licence.jsonl"):
-        name, family = row["licence"], row["family"]
+        name = row["licence"]
+        family = row["family"]
         free = family == "permissive" or name.startswith(_PERMISSIVE)
         free = free and not name.startswith("cc-by-sa-")
         if row["clause"] in apart and (free or family in _COPYLEFT):

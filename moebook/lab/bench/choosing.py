@@ -63,7 +63,8 @@ def _nats(model: Any, items: list[Item]) -> Tensor:
     """The mean loss of a token of each answer, ``[B]``."""
     ids, mask = padded([item["input_ids"] for item in items], fill=0)
     labels, _ = padded([item["labels"] for item in items], fill=IGNORED)
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    ids = ids.to(model.device)
+    mask = mask.to(model.device)
     targets = labels[:, 1:].to(model.device)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
     losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
@@ -124,7 +125,8 @@ def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Pro
             rows = places
         else:
             rows = number * tokens
-        width, out = layer.in_features, layer.out_features
+        width = layer.in_features
+        out = layer.out_features
         shapes[tokens if layer in shared else rows, width, out] += 1
         if path.endswith(TARGETS):
             shapes[rows, width, rank] += 1

@@ -65,7 +65,8 @@ def judge(frame: pd.DataFrame) -> pd.DataFrame:
             continue
         value, verdict, reason = _judged(cases[op, case], against, kind, bound)
         if not stated(frame):
-            verdict, reason = "not stated", ""
+            verdict = "not stated"
+            reason = ""
         goal = WORDINGS[kind].format(bound)
         lines.append([op, case, against, goal, value, verdict, reason])
     columns = ["op", "case", "against", "goal", "measured", "verdict", "reason"]

@@ -26,7 +26,8 @@ from moebook.lab.bench.timing import Contender, Cost, interleave, shares
 from moebook.storage import formed
 
 with formed(Path(__file__).with_name("cases.yaml")) as _FILE:
-    OPS, PEERS = _FILE["ops"], _FILE["peers"]
+    OPS = _FILE["ops"]
+    PEERS = _FILE["peers"]
 """What is known of each op, and what each peer is compared on: see there."""
 STATED = {"cpu": "full", "cuda": "model"}  # the scale of the goals
 ROUNDS = 5  # the fewest of the goals

@@ -187,7 +187,8 @@ def step_products(model: nn.Module, batch: Batch) -> Shapes:
         rows = x.numel() // x.shape[-1]
         graded = int(x.requires_grad)  # one product more
         if isinstance(layer, LoraLinear):
-            width, out = layer.in_features, layer.out_features
+            width = layer.in_features
+            out = layer.out_features
             rank = layer.lora_A["default"].out_features
             shapes[rows, width, out] += 1 + graded
             shapes[rows, width, rank] += 2 + graded  # A x, and the gradients of A and x

@@ -27,6 +27,7 @@ from moebook.lab.evidence.verdicts import (
 )
 from moebook.lab.plotting.charts import COLUMNS
 from moebook.lab.records import store
+from moebook.lab.records.runs import Curve
 from moebook.lab.records.store import SEEDS, Pool
 from moebook.lab.run import sources
 
@@ -100,7 +101,8 @@ def _strong(label: str) -> str:
 
 def notes(measured: Measurement) -> list[str]:
     """Say what stands beside the numbers: what could not be seen, tasks, rates at an end."""
-    claim, said = measured.claim, ""
+    claim = measured.claim
+    said = ""
     if not measured.enough:
         said = SO_FAR[side(claim, measured.effect, measured.effect)]
     elif measured.smallest and not measured.side:
@@ -114,7 +116,8 @@ def _sizes(measured: Measurement) -> str:
     """Say how much each arm trained, by the recorded values that the claim names for it."""
     said = []
     for name in measured.claim.sizes:
-        arm, size = name.split("/")[-2], measured.pool.average(name)
+        arm = name.split("/")[-2]
+        size = measured.pool.average(name)
         if size is not None:
             said.append(f"{arm} {size:.2%}" if size <= 1 else f"{arm} {size:,.0f}")
     return f"trained weights: {', '.join(said)}" if said else ""
@@ -122,10 +125,8 @@ def _sizes(measured: Measurement) -> str:
 
 def _tasks(measured: Measurement) -> Iterator[str]:
     """Say on how many tasks the mean effect is as claimed, and without which it would not be so."""
-    parts, kind = (
-        measured.parts,
-        "domains" if {*measured.parts} <= store.DOMAINS else "tasks",
-    )
+    parts = measured.parts
+    kind = "domains" if {*measured.parts} <= store.DOMAINS else "tasks"
     if len(parts) < 2:
         return
     good = sum(one > 0 for one in measured.by_task.values())
@@ -165,17 +166,25 @@ def power(measured: Measurement) -> str:
 
 def numbers(best: Measurement) -> str:
     """The effect with its interval and seeds; where the paper gives a bound, what was measured."""
-    claim, effect, ends, bound = best.claim, best.effect, best.interval, ""
+    claim = best.claim
+    effect = best.effect
+    ends = best.interval
+    bound = ""
     if isinstance(claim.reference, (int, float)):
-        shift, claim = claim.reference, replace(claim, reference=None)
-        effect, ends = effect + shift, ends and (ends[0] + shift, ends[1] + shift)
-        side = {"less": "below", "greater": "above"}.get(
-            str(claim.direction), "equal to"
-        )
-        bound = f", claimed to be {side} {amount(claim, shift)}" if shift else ""
+        # The effect is the distance from the bound: what was measured is the sum of the two.
+        shift = claim.reference
+        effect += shift
+        if ends is not None:
+            ends = (ends[0] + shift, ends[1] + shift)
+        claim = replace(claim, reference=None)
+        sides = {"less": "below", "greater": "above"}
+        side = sides.get(str(claim.direction), "equal to")
+        if shift:
+            bound = f", claimed to be {side} {amount(claim, shift)}"
     value = amount(claim, effect)
     if ends is None:
-        return f"{value}{bound}, " + ("a computed value" if best.exact else "one value")
+        kind = "a computed value" if best.exact else "one value"
+        return f"{value}{bound}, {kind}"
     return f"{value}{bound} (95 % from {span(claim, *ends)}; {seeds(best.seeds)})"
 
 
@@ -208,14 +217,21 @@ def _point(verdict: Verdict, line: str) -> list[object]:
 
     A claim of equality, or about a number, is drawn as the distance from what the paper prints.
     """
-    claim, measured = verdict.claim, verdict.shown
+    claim = verdict.claim
+    measured = verdict.shown
     panel, factor = PANELS.get(claim.unit, (claim.unit, 1.0))
-    shift = 0.0 if claim.direction in ("greater", "less") else claim.claimed or 0.0
+    directed = claim.direction in ("greater", "less")
+    shift = 0.0 if directed else claim.claimed or 0.0
     turn = -factor if claim.direction == "less" else factor
-    value, *ends = (turn * (x - shift) for x in (measured.effect, *measured.ends))
-    printed = None if claim.claimed is None else turn * (claim.claimed - shift)
+
+    def drawn(value: float) -> float:
+        return turn * (value - shift)
+
+    low, high = sorted(map(drawn, measured.ends))
+    printed = None if claim.claimed is None else drawn(claim.claimed)
     sure = verdict.deciding is not None and measured.enough and measured.side != 0
-    return [panel, line, verdict.scale, value, *sorted(ends), sure, printed]
+    value = drawn(measured.effect)
+    return [panel, line, verdict.scale, value, low, high, sure, printed]
 
 
 def differences(
@@ -246,13 +262,13 @@ def differences(
 
 def runs(pools: dict[str, Pool]) -> pd.DataFrame:
     """Say of each pool which runs it has, of which day, and what of the code has changed since."""
-    lines = [
-        [", ".join(map(str, p.seeds)), len(p.runs), len(p.arms), records.since(p.last)]
-        for p in pools.values()
-    ]
-    return pd.DataFrame(
-        lines, index=list(pools), columns=["seeds", "runs", "arms", "code"]
-    )
+    lines: list[list[Any]] = []
+    for pool in pools.values():
+        seeds = ", ".join(map(str, pool.seeds))
+        code = records.since(pool.last)
+        lines.append([seeds, len(pool.runs), len(pool.arms), code])
+    columns = ["seeds", "runs", "arms", "code"]
+    return pd.DataFrame(lines, index=list(pools), columns=columns)
 
 
 def pools(name: str) -> dict[str, Pool]:
@@ -260,13 +276,12 @@ def pools(name: str) -> dict[str, Pool]:
 
     The others are exploratory: the ledger shows what they measured.
     """
-    every, deciders = store.pools(name), sources.deciders(storage.root())
-    mine = {
-        protocol
-        for claim in papers.claims()
-        if claim.run == name and not claim.ended
-        for protocol in deciders.get(claim.id, ())
-    }
+    every = store.pools(name)
+    deciders = sources.deciders(storage.root())
+    mine: set[str] = set()
+    for claim in papers.claims():
+        if claim.run == name and not claim.ended:
+            mine |= {*deciders.get(claim.id, ())}
     return {one: pool for one, pool in every.items() if one in mine} or every
 
 
@@ -274,7 +289,8 @@ def reached(
     pools: Iterable[Pool], names: Iterable[str], measures: Mapping[str, str]
 ) -> pd.DataFrame:
     """Put what `arms` measured into one table, protocol by protocol, without the empty ones."""
-    several, tables = list(names), dict[str, pd.DataFrame]()
+    several = list(names)
+    tables = dict[str, pd.DataFrame]()
     for pool in pools:
         frame = arms(pool, several, measures)
         if len(frame):
@@ -361,7 +377,8 @@ def beside(
     pool: Pool, names: Sequence[str], printed: Iterable[float]
 ) -> dict[str, np.ndarray]:
     """Return our shares and the paper's per cent as points above the first, ``[S, T]``, ``[T]``."""
-    ours, theirs = 100 * series(pool, names), np.array([*printed])
+    ours = 100 * series(pool, names)
+    theirs = np.array([*printed])
     return {"here": ours - ours[:, :1], "in the paper": theirs - theirs[:1]}
 
 
@@ -369,26 +386,30 @@ def bands(
     pool: Pool, names: dict[str, str], less: str | None = None
 ) -> tuple[dict[str, np.ndarray], tuple[float, ...]]:
     """Return curves ``[S, T]`` by label, less the seed's curve ``less``, and their positions."""
-    zero = pool.curves(less) if less else {}
-    curves = {
-        label: [
-            pair for pair in pool.curves(name).items() if pair[0] in zero or not less
-        ]
-        for label, name in names.items()
-    }
-    every = [pair for pairs in [zero.items(), *curves.values()] for pair in pairs]
+    below = pool.curves(less) if less else {}
+    curves: dict[str, dict[int, Curve]] = {}
+    every = [*below.items()]
+    for label, name in names.items():
+        of_name = pool.curves(name)
+        shown = of_name.keys() & below.keys() if less else of_name.keys()
+        curves[label] = {seed: of_name[seed] for seed in of_name if seed in shown}
+        every += curves[label].items()
+
     positions = every[0][1].x if every else ()
     for seed, curve in every:
         if curve.x != positions:
             where = f"{curve.name}, seed {seed}, has {len(curve.x)} positions"
-            refuse(
-                "E-SHAPE", f"{where}; expected the {len(positions)} of the first curve"
-            )
-    rows = {
-        k: [np.array(c.y) - (zero[seed].y if less else 0) for seed, c in pairs]
-        for k, pairs in curves.items()
-    }
-    lines = {label: np.array(several) for label, several in rows.items() if several}
+            wanted = f"expected the {len(positions)} of the first curve"
+            refuse("E-SHAPE", f"{where}; {wanted}")
+
+    lines: dict[str, np.ndarray] = {}
+    for label, by_seed in curves.items():
+        rows: list[np.ndarray] = []
+        for seed, curve in by_seed.items():
+            row = np.array(curve.y)
+            rows.append(row - below[seed].y if less else row)
+        if rows:
+            lines[label] = np.array(rows)
     return lines, positions
 
 
@@ -414,11 +435,12 @@ def choices(pool: Pool, kind: str) -> pd.DataFrame:
     taken: dict[str, list[tuple[float, ...]]] = {}
     for run in pool.runs:
         for curve in run.curves:
-            if match := name.fullmatch(curve.name):
+            match = name.fullmatch(curve.name)
+            if match:
                 taken.setdefault(match[1], []).append(curve.y)
-    reached = {
-        arm: float(pool.effects(f"banks/{kind}/{arm}/accuracy").mean()) for arm in taken
-    }
+    reached: dict[str, float] = {}
+    for arm in taken:
+        reached[arm] = float(pool.effects(f"banks/{kind}/{arm}/accuracy").mean())
     members = experiments.banks.members(pool.last.settings)
     return experiments.banks.shares(taken, reached, members)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +20,12 @@ from moebook.lab.run import sources, study
 from moebook.lab.run.sources import duration
 
 MARK = "Decided before the first run."
-PRIMARY, SMALLEST, SEEDS = "Primary measure", "Smallest effect of interest", "Seeds"
-SPREAD, ROWS, OTHERS = "Spread on record", "Test rows", "Ten other seeds"
+PRIMARY = "Primary measure"
+SMALLEST = "Smallest effect of interest"
+SEEDS = "Seeds"
+SPREAD = "Spread on record"
+ROWS = "Test rows"
+OTHERS = "Ten other seeds"
 DECIDED = (PRIMARY, SMALLEST, SEEDS, SPREAD, ROWS, OTHERS)
 """What the head of a protocol decides before these runs, a line each; the last two if any."""
 
@@ -46,7 +51,8 @@ def read(folder: Path) -> list[Design]:
             head = notebook.head(protocol)
             if MARK not in head:
                 continue
-            told, pool = notebook.facts(protocol), pools.get(protocol)
+            told = notebook.facts(protocol)
+            pool = pools.get(protocol)
             facts = {fact: text for fact, text in told.items() if fact in DECIDED}
             facts |= _computed(facts, pools, protocol, folder)
             facts |= _departures(folder, notebook, protocol, pool)
@@ -86,7 +92,8 @@ def _departures(
     """
     if pool is None:
         return {}
-    found, told = {}, notebook.facts(protocol)
+    found = {}
+    told = notebook.facts(protocol)
     if SEEDS in told:
         planned = {
             *study.seeds(told[SEEDS]),
@@ -115,13 +122,14 @@ def _added(pool: Pool, planned: str) -> list[str]:
     """Name the arms of a pool that its file did not name before the first run."""
     if planned == lists.ALL:
         return []
-    arms = {arm for run in pool.runs for arm in run.arms}
+    arms = set(chain.from_iterable(run.arms for run in pool.runs))
     return sorted(arms.difference(planned.split(",")))
 
 
 def _changes(before: str, now: str) -> list[str]:
     """Name the facts and parameters of a protocol that its file says otherwise than before."""
-    then, since = _told(before), _told(now)
+    then = _told(before)
+    since = _told(now)
     names = then.keys() | since.keys()
     return sorted(name for name in names if then.get(name) != since.get(name))
 
@@ -184,28 +192,30 @@ def _computed(
 
     The chance is simulated from the spread on record.
     """
-    found, measure, ran = dict[str, str](), facts.get(PRIMARY, ""), pools.get(protocol)
-    effects = _on_record(facts, pools, folder) if {*facts} >= {*DECIDED[:4]} else None
+    found: dict[str, str] = {}
+    ran = pools.get(protocol)
+    planned = all(name in facts for name in DECIDED[:4])
+    effects = _on_record(facts, pools, folder) if planned else None
     if effects is not None:
-        number, items = len(study.seeds(facts[SEEDS])), int(facts.get(ROWS, 0))
-        seen = partial(sees, effects, float(facts[SMALLEST]), items=items)
-        said, had = (
-            f"{seen(number):.0%} with {number} seeds",
-            len(ran.seeds) if ran else 0,
-        )
-        said += (
-            f", {seen(had):.0%} with the {had} that have run"
-            if 1 < had < number
-            else ""
-        )
+        smallest = float(facts[SMALLEST])
+        seen = partial(sees, effects, smallest, items=int(facts.get(ROWS, 0)))
+        number = len(study.seeds(facts[SEEDS]))
+        said = f"{seen(number):.0%} with {number} seeds"
+        had = len(ran.seeds) if ran else 0
+        if 1 < had < number:
+            said += f", {seen(had):.0%} with the {had} that have run"
         found["Chance to see it"] = said
     if ran is None:
         return found
+    measure = facts.get(PRIMARY, "")
     if re.fullmatch(r"\S+/\S+ less \S+( and \S+)*", measure):
         found["Found"] = filled(f"{{{measure}}}", pools, f"{ran.notebook}/{protocol}")
-    if held := ran.at_end(*ran.rates):
+    held = ran.at_end(*ran.rates)
+    if held:
         found["At an end of its rates"] = held
     took = [float(run.manifest["seconds"]) for run in ran.runs]
-    return found | {
-        "A run took": " to ".join(dict.fromkeys(map(duration, (min(took), max(took)))))
-    }
+    shortest = duration(min(took))
+    longest = duration(max(took))
+    alike = shortest == longest
+    found["A run took"] = shortest if alike else f"{shortest} to {longest}"
+    return found

@@ -171,10 +171,12 @@ class Evidence:
     def _claimed(self, text: str, match: re.Match[str], where: str) -> Effect:
         """Find a claim's effect at a scale, in the pool that the ledger shows for it."""
         rows = {row.claim.id: row for row in self.rows}
-        name, scale = match["claim"], match["scale"]
+        name = match["claim"]
+        scale = match["scale"]
         if name not in rows:
             refuse("E-PROSE", f"{where}: no claim '{name}'; {nearest(name, rows)}")
-        claim, verdict = rows[name].claim, rows[name].at(scale)
+        claim = rows[name].claim
+        verdict = rows[name].at(scale)
         if verdict is None:
             refuse("E-PROSE", f"{where}: {name} was not measured at {scale}")
         pool = verdict.shown.pool
@@ -200,14 +202,14 @@ def _measured(
         refuse("E-POOL", f"{where}: {pooled} has no {text}")
     if pool.published:  # each seed read the same files
         effects = effects[:1]
-    names = [name, *([less] if isinstance(less, str) else ())]
+    names = [name, less] if isinstance(less, str) else [name]
     seeds = pool.having(*names)
-    values = [pool.values(each) for each in names]
-    means = tuple(
-        float(np.mean([each[seed].value for seed in seeds])) for each in values
-    )
-    unit = next(iter(values[0].values())).unit
-    return Effect(text, effects, unit, less is not None, means)
+    means: list[float] = []
+    for each in names:
+        by_seed = pool.values(each)
+        means.append(float(np.mean([by_seed[seed].value for seed in seeds])))
+    unit = next(iter(pool.values(name).values())).unit
+    return Effect(text, effects, unit, less is not None, tuple(means))
 
 
 def filled(text: str, evidence: Evidence, where: str) -> str:
@@ -278,7 +280,8 @@ def pages(folder: Path, rows: Sequence[Row]) -> dict[str, str]:
     if not paths:
         return {}
     pools = {name: store.pools(name, folder) for name in sources.notebooks(folder)}
-    evidence, found = Evidence(pools, rows), dict[str, str]()
+    evidence = Evidence(pools, rows)
+    found = dict[str, str]()
     for path in paths:
         text = path.read_text(encoding="utf-8")
         found[f"found_{path.stem}"] = filled(text, evidence, f"{PLACE}/{path.name}")

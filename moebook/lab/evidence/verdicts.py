@@ -107,7 +107,8 @@ class Measurement:
     @property
     def _reproduces(self) -> bool:
         """Whether it ran at the paper's scale and lies within the tolerance of its number."""
-        claimed, tolerance = self.claim.claimed, self.claim.tolerance or 0.0
+        claimed = self.claim.claimed
+        tolerance = self.claim.tolerance or 0.0
         near = claimed is not None and abs(self.effect - claimed) <= tolerance
         return near and self.pool.tier == "paper" and not self.pool.published
 
@@ -207,7 +208,8 @@ def side(claim: Claim, low: float, high: float) -> int:
         return int(low > 0) - int(high < 0)
     if claim.direction == "less":
         return int(high < 0) - int(low > 0)
-    target, tolerance = claim.claimed or 0.0, claim.tolerance or 0.0
+    target = claim.claimed or 0.0
+    tolerance = claim.tolerance or 0.0
     if target - tolerance <= low and high <= target + tolerance:
         return 1
     return -int(high < target - tolerance or low > target + tolerance)
@@ -232,7 +234,8 @@ class Verdict:
     @property
     def late(self) -> bool:
         """Whether the claim came to say what it says after the first run that decides it."""
-        claim, measured = self.claim, self.deciding
+        claim = self.claim
+        measured = self.deciding
         if measured is None or measured.exact:
             return False
         seeds = measured.pool.having(*claim.values)
@@ -284,12 +287,12 @@ class Row:
     @property
     def measurements(self) -> tuple[Measurement, ...]:
         """All its measurements, scale by scale, those that decide first."""
-        return tuple(
-            one
-            for verdict in self.verdicts
-            for one in (verdict.deciding, *verdict.exploratory)
-            if one is not None
-        )
+        every: list[Measurement] = []
+        for verdict in self.verdicts:
+            if verdict.deciding is not None:
+                every.append(verdict.deciding)
+            every += verdict.exploratory
+        return tuple(every)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -379,7 +382,8 @@ def _marked(row: Row, sure: Collection[Decision]) -> Row:
 
 def _frozen(verdict: Verdict) -> None:
     """Refuse a claim that was changed after a run of the pool that decides it (E-CLAIM)."""
-    measured, claim = verdict.deciding, verdict.claim
+    measured = verdict.deciding
+    claim = verdict.claim
     for run in measured.pool.runs if measured else ():
         then: Mapping[str, str] = run.manifest.get("claims", {})
         if then.get(claim.id, claim.frozen) != claim.frozen:
@@ -392,21 +396,20 @@ def _frozen(verdict: Verdict) -> None:
 
 def repeated(pool: Pool, other: Collection[int]) -> list[tuple[Verdict, Verdict]]:
     """Judge each sampled claim twice: by a pool without its ``other`` seeds, and by these alone."""
-    before = replace(
-        pool, runs=tuple(run for run in pool.runs if run.seed not in other)
-    )
-    after = replace(pool, runs=tuple(run for run in pool.runs if run.seed in other))
-    if not before.runs or not after.runs:
+    first = tuple(run for run in pool.runs if run.seed not in other)
+    second = tuple(run for run in pool.runs if run.seed in other)
+    if not first or not second:
         return []
     pairs = []
     for claim in papers.claims():
         if claim.run != pool.notebook or claim.exact or claim.ended:
             continue
-        one, two = measure(claim, before), measure(claim, after)
-        if one and two and one.enough and two.enough:
-            pairs.append(
-                (Verdict(claim, pool.scale, one), Verdict(claim, pool.scale, two))
-            )
+        before = measure(claim, replace(pool, runs=first))
+        after = measure(claim, replace(pool, runs=second))
+        if before and after and before.enough and after.enough:
+            once = Verdict(claim, pool.scale, before)
+            again = Verdict(claim, pool.scale, after)
+            pairs.append((once, again))
     return pairs
 
 
@@ -430,19 +433,18 @@ class Chance:
 
 def chance(rows: Sequence[Row]) -> Chance:
     """Ask how many verdicts chance would give, and which survive a correction for their number."""
-    p = {
-        Decision(row.claim.id, verdict.scale): p_value(verdict.deciding.effects)
-        for row in rows
-        for verdict in row.decided
-        if verdict.deciding and _tests_a_direction(verdict.deciding)
-    }
+    p: dict[Decision, float] = {}
+    for row in rows:
+        for verdict in row.decided:
+            if verdict.deciding and _tests_a_direction(verdict.deciding):
+                test = Decision(row.claim.id, verdict.scale)
+                p[test] = p_value(verdict.deciding.effects)
     adjusted = stats.false_discovery_control(list(p.values())) if p else []
+    chances = dict(zip(p, adjusted, strict=True))
     return Chance(
         tested=tuple(p),
         decided=tuple(test for test in p if p[test] < 1 - CONFIDENCE),
-        hochberg=tuple(
-            t for t, q in zip(p, adjusted, strict=True) if q <= 1 - CONFIDENCE
-        ),
+        hochberg=tuple(test for test in p if chances[test] <= 1 - CONFIDENCE),
     )
 
 
@@ -477,6 +479,5 @@ def quantity(number: float, unit: str, *, compared: bool) -> str:
         return f"{number:+.1f} points"
     if unit == "count":
         return f"{number:{sign},.0f}"
-    return f"{number:{sign}.3g}" + f" {unit}" * (
-        unit not in ("ratio", "number", "correlation")
-    )
+    bare = unit in ("ratio", "number", "correlation")
+    return f"{number:{sign}.3g}" if bare else f"{number:{sign}.3g} {unit}"

@@ -128,7 +128,8 @@ def execute(jobs: Sequence[Job], folder: Path, places: Places = Places()) -> Non
     """
     if not jobs:
         return
-    notebooks, failures = sources.notebooks(folder), list[Refusal]()
+    notebooks = sources.notebooks(folder)
+    failures = list[Refusal]()
     alone = any(job.protocol in ("gpu", "paper") for job in jobs)
     workers = 1 if alone else min(runtime.cores(), len(jobs))
     forks = {job.notebook: _place(notebooks[job.notebook], places) for job in jobs}
@@ -205,10 +206,8 @@ def notebook_pages(folder: Path) -> list[str]:
 
 
 def _check(folder: Path, page: str, tier: str) -> None:
-    copy, fix = (
-        f"book/notebooks/{page}.ipynb",
-        f"moebook book --tier {tier} --only {page[3:]}",
-    )
+    copy = f"book/notebooks/{page}.ipynb"
+    fix = f"moebook book --tier {tier} --only {page[3:]}"
     path = folder / copy
     if not path.is_file():
         refuse("E-BOOK", f"{copy} is missing, so its page would be empty; run: {fix}")

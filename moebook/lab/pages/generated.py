@@ -39,10 +39,8 @@ def prepare() -> None:
 
 def write(folder: Path) -> None:
     """Write all pages, and seal them with what they are made of (`freshness`)."""
-    place, made_of = (
-        folder / "book" / "_generated",
-        freshness.digest(folder, freshness.SHOWN),
-    )
+    place = folder / "book" / "_generated"
+    made_of = freshness.digest(folder, freshness.SHOWN)
     for name, text in generated(folder).items():
         storage.write(place / f"{name}.md", text)
     freshness.seal(place, made_of)
@@ -50,11 +48,12 @@ def write(folder: Path) -> None:
 
 def generated(folder: Path) -> dict[str, str]:
     """Return the text of every file in ``book/_generated``, by name; draw the pictures beside."""
-    rows, places = verdicts.ledger(folder), pages.Places(folder)
+    rows = verdicts.ledger(folder)
+    places = pages.Places(folder)
     every = (*papers.PAPERS, *papers.OURS)
-    mine = {paper: [row for row in rows if row.claim.paper == paper] for paper in every}
     written = {name: pages.page(name, rows=rows, places=places) for name in JUDGED}
-    for paper, of_paper in mine.items():
+    for paper in every:
+        of_paper = [row for row in rows if row.claim.paper == paper]
         written[f"ledger_{paper}"] = pages.page("ledger", rows=of_paper, places=places)
     written |= prose.pages(folder, rows)
     return written | {

@@ -23,10 +23,12 @@ SIZES = """vocab_size hidden_size intermediate_size num_hidden_layers num_attent
 
 def sizes() -> str:
     """Return the sizes of PESC's hosts, as `pesc.counts` gives and as the paper prints them."""
-    config, hosts = pesc.Config(), []
+    config = pesc.Config()
+    hosts = []
     claims = {claim.value: claim for claim in papers.claims("pesc")}
     for host, name in HOSTS.items():
-        counted, public = pesc.counts(config, host), configuration(name)
+        counted = pesc.counts(config, host)
+        public = configuration(name)
         shape = {size: getattr(public, size) for size in SIZES}
         printed = {
             n: claims[f"pesc/counts/{host}/{n}"].claimed for n in ("total", "activated")
@@ -37,7 +39,8 @@ def sizes() -> str:
 
 def experts(folder: Path) -> str:
     """Return the scores of all experts that runs of ESFT's routing recorded, task by task."""
-    public, tasks = papers.printed.hyperparameters("esft", "released"), []
+    public = papers.printed.hyperparameters("esft", "released")
+    tasks = []
     published = 3 * public["hidden_size"]["value"] * public["expert_width"]["value"]
     for run, task, scores in _recorded("routing", "scores", folder):
         values = {value.name: value.value for value in run.values}

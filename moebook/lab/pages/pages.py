@@ -104,7 +104,9 @@ def judged(rows: Iterable[Row]) -> dict[str, Counter[str]]:
 
 def scales_of(rows: Iterable[Row]) -> list[str]:
     """Name the scales at which claims were measured, the smallest first."""
-    every = {verdict.scale for row in rows for verdict in row.verdicts}
+    every: set[str] = set()
+    for row in rows:
+        every |= {verdict.scale for verdict in row.verdicts}
     return sorted(every, key=lambda scale: (store.size(scale), scale))
 
 
@@ -127,12 +129,12 @@ def surviving(every: Iterable[Verdict]) -> list[str]:
 
 def counted(things: Iterable[Any], paper: str, label: str) -> dict[str, Counter[str]]:
     """Count labels by paper, both of which are attributes, in the order of `TITLES`."""
-    pairs = [attrgetter(paper, label)(thing) for thing in things]
-    counts = {
-        paper: Counter(label for one, label in pairs if one == paper)
-        for paper in TITLES
-    }
-    return {paper: count for paper, count in counts.items() if count}
+    counts: dict[str, Counter[str]] = {title: Counter() for title in TITLES}
+    for thing in things:
+        of_paper, said = attrgetter(paper, label)(thing)
+        if of_paper in counts:
+            counts[of_paper][said] += 1
+    return {title: count for title, count in counts.items() if count}
 
 
 for thing in (
@@ -239,14 +241,13 @@ def audit(every: Sequence[Finding]) -> str:
 
 def recorded(folder: Path) -> str:
     """Return the list of recorded runs: their seeds and cost, their day, what changed since."""
-    names = [
-        name for name, one in sources.notebooks(folder).items() if not one.findings
-    ]
-    pools = [pool for name in names for pool in store.pools(name, folder).values()]
-    others = (
-        (store.pool(name, CLASS, folder), store.live(name, folder)) for name in names
-    )
-    pools += [pool for pair in others for pool in pair if pool]
+    pools: list[store.Pool] = []
+    others: list[store.Pool | None] = []  # of courses, and of the pages' own runs
+    for name, notebook in sources.notebooks(folder).items():
+        if not notebook.findings:
+            pools += store.pools(name, folder).values()
+            others += [store.pool(name, CLASS, folder), store.live(name, folder)]
+    pools += [pool for pool in others if pool]
     return page("records", pools=pools, folder=folder)
 
 
@@ -306,7 +307,8 @@ def tested(folder: Path) -> str:
 
 def accelerated(folder: Path) -> str:
     """Return what needs a GPU, step by step, and what is on record of each command."""
-    steps, place = [], folder / "results" / "gpu"
+    steps = []
+    place = folder / "results" / "gpu"
     listed = folder / "recipes" / "gpu.yaml"
     for name, step in storage.read_yaml(listed).items() if listed.is_file() else ():
         path = place / f"{name}.json"
@@ -396,7 +398,8 @@ def _mend(
 
 def badge(run: Run, folder: Path) -> str:
     """Return what a live page's run cost, and where the pools of its notebook are."""
-    manifest, machine = run.manifest, run.manifest["environment"]
+    manifest = run.manifest
+    machine = run.manifest["environment"]
     facts = {
         "tier": run.tier,
         "seed": run.seed,

@@ -59,7 +59,8 @@ def child() -> None:
     """Render the project in the working directory with the builder that the command line names."""
     from jupyter_book.cli.main import main
 
-    builder, build = sys.argv[1], Path("_build").absolute()
+    builder = sys.argv[1]
+    build = Path("_build").absolute()
     # A renderer whose parent was killed may have an instant to live: wait for its end.
     with (
         storage.locked(build / "render.lock", wait=True),

@@ -128,7 +128,8 @@ def renew(changed: Sequence[str], folder: Path) -> int:
 
 def concerned(changed: Sequence[str], folder: Path) -> set[str]:
     """Return the notebooks that files concern: their own, and all findings if runs are new."""
-    known, names = sources.paths(folder), set[str]()
+    known = sources.paths(folder)
+    names = set[str]()
     for path in changed:
         part, _, name = path.partition("/")
         if part == "notebooks":

@@ -149,7 +149,8 @@ def _subset(column: Sequence[Check]) -> Weighting | None:
             weighting = Weighting(f"the mean of {alone} alone", weights)
             count = sum(map(weighting.gives, column))
             if count > most:
-                best, most = weighting, count
+                best = weighting
+                most = count
     return best
 
 
@@ -201,7 +202,8 @@ def _explanations(
 def _other_print(paper: Paper, check: Check) -> Iterator[str]:
     """Another table's print would do, or one table says more of its conditions."""
     if check.kind == "same" and check.target:
-        here, there = check.target, check.operands[0]
+        here = check.target
+        there = check.operands[0]
         for cell, twin in ((here, there), (there, here)):
             for name in cell.keys.keys() - twin.keys.keys():
                 states = f"{title(cell.table)} states {name} = {cell.keys[name]}"
@@ -256,7 +258,8 @@ def _copied(paper: Paper) -> Iterator[Finding]:
             fewest = 2
         declared = paper.rules(there, same=True)
         for mine, theirs in pairs:
-            name, rival = mine[0], theirs[0]
+            name = mine[0]
+            rival = theirs[0]
             if name == rival:
                 continue
             if here != there and (rival in declared or not _rivals(name, rival)):
@@ -306,7 +309,8 @@ def _rows(paper: Paper, table: str) -> dict[Key, dict[str, Cell]]:
 
 def _rivals(one: str, other: str) -> bool:
     """Whether both share a part and each has its own: "2×1.8B_TRSU", "4×1.8B_SU"."""
-    ours, theirs = _parts(one), _parts(other)
+    ours = _parts(one)
+    theirs = _parts(other)
     return bool(ours & theirs and ours - theirs and theirs - ours)
 
 

@@ -216,19 +216,22 @@ def _operands(paper: Paper, cell: Cell, rule: Rule) -> list[Any]:
     """Operands of a cell in the table named (or its own), else wherever they stand."""
     across = "column" in rule
     if across:
-        mine, derived = cell.column, rule["column"]
+        mine = cell.column
+        derived = rule["column"]
     else:
-        mine, derived = cell.row, rule["row"]
+        mine = cell.row
+        derived = rule["row"]
     wanted = {key: str(value) for key, value in rule.get("where", {}).items()}
     if stem(mine) != stem(derived) or not agree(wanted, cell.keys):
         return []
     operands = []
     for name in rule["of"]:
-        names = (cell.row, name) if across else (name, cell.column)
+        place = (cell.row, name) if across else (name, cell.column)
         here = str(rule.get("table", cell.table))
-        twins = list(paper.same(paper.names(here, *names), cell.keys, here))
-        twins += paper.same(paper.names(cell.table, *names), cell.keys)
-        operands.append(next((twin for twin in twins if twin != cell), None))
+        there = paper.same(paper.names(here, *place), cell.keys, here)
+        elsewhere = paper.same(paper.names(cell.table, *place), cell.keys)
+        twins = [twin for twin in (*there, *elsewhere) if twin != cell]
+        operands.append(twins[0] if twins else None)
     return operands
 
 
@@ -246,9 +249,8 @@ def _stated(paper: Paper) -> Iterator[Check]:
         for selection in entry["of"]:
             cells += _select(paper, place, selection)
         if kind == "count":  # rows, each once
-            cells = list(
-                {(cell.row, *cell.keys.values()): cell for cell in cells}.values()
-            )
+            by_row = {(cell.row, *cell.keys.values()): cell for cell in cells}
+            cells = list(by_row.values())
         needed = ARITY.get(kind, len(cells))
         if needed != len(cells):
             counts = f"{kind} needs {needed} cells, selected {len(cells)}"
@@ -267,7 +269,8 @@ def _select(paper: Paper, place: str, selection: Rule) -> list[Cell]:
     without = _stems(selection, "except")
     cells = []
     for cell in paper.inside(name):
-        row, column = stem(cell.row), stem(cell.column)
+        row = stem(cell.row)
+        column = stem(cell.column)
         if (rows and row not in rows) or row in without:
             continue
         if columns and column not in columns:

@@ -58,7 +58,8 @@ def machine(text: str) -> Machine:
     """Read ``h200x8``: a name of `GPUS`, and how many, by default one."""
     name, _, number = (text, "", "1") if text in GPUS else text.rpartition("x")
     if not number.isdecimal():
-        name, number = text, "1"
+        name = text
+        number = "1"
     refuse_unknown(name, GPUS, "E-NAME", f"--gpu {text}: no GPU '{name}' is known;")
     if not 1 <= int(number[:6]) <= 10_000:
         refuse("E-RANGE", f"--gpu {text}: expected 1 to 10000 GPUs, as in h200x8")
@@ -153,14 +154,18 @@ def plan(training: Training, on: Machine, **assumed: Any) -> Plan:
     rows = math.ceil(training.batch / (on.count * training.accumulate))
     way = Way("DDP", on.count, rows, training.checkpointing, training.method.quantised)
     chosen = _fitting(training, on, way)
-    used, need = sized(training, chosen or way), needed(training, chosen or way)
-    count, times = (chosen or way).count, training.steps * training.turns
+    taken = chosen or way
+    used = sized(training, taken)
+    need = needed(training, taken)
+
+    # A step: its micro-batches over all GPUs, then the optimizer, which moves its state.
+    times = training.steps * training.turns
     full = min(1.0, (given.tokens or training.length) / training.length)
-    parts = training.batch * full / (chosen or way).rows
+    parts = training.batch * full / taken.rows
     moved = state(used, need.moments) / on.gpu.bandwidth
-    step = used.seconds(on.rates, on.gpu.bandwidth) * parts / count + moved
+    step = used.seconds(on.rates, on.gpu.bandwidth) * parts / taken.count + moved
     seconds = times * step / given.efficiency
-    dollars = given.price or on.gpu.price
+    hourly = given.price or on.gpu.price
     return Plan(
         name=training.name,
         host=training.host,
@@ -172,20 +177,22 @@ def plan(training: Training, on: Machine, **assumed: Any) -> Plan:
         layouts={name: needed(training, one) for name, one in layouts(way).items()},
         fits=chosen == way,
         change=chosen.change(way) if chosen else "nothing",
-        chosen=chosen or way,
+        chosen=taken,
         chosen_need=need,
         tokens=times * training.batch * training.length * full,
         flops=times * used.flops * parts,
         seconds=seconds,
-        dollars=dollars and dollars * count * seconds / 3600,
+        dollars=hourly and hourly * taken.count * seconds / 3600,
     )
 
 
 def _fitting(training: Training, on: Machine, start: Way) -> Way | None:
     """Return the first way that fits, if any does."""
     frozen = sized(training, start).saved > 0
-    every = (way for way in (start, *ways(start, frozen)))
-    return next((w for w in every if needed(training, w).total <= on.gpu.memory), None)
+    for way in (start, *ways(start, frozen)):
+        if needed(training, way).total <= on.gpu.memory:
+            return way
+    return None
 
 
 def layouts(way: Way) -> dict[str, Way]:
@@ -196,11 +203,11 @@ def layouts(way: Way) -> dict[str, Way]:
         "QLoRA": replace(way, quantised=True),
         "FSDP2": sharded,
     }
-    return {
-        name + ", checkpointing" * kept: replace(one, checkpointing=kept)
-        for name, one in plain.items()
-        for kept in (False, True)
-    }
+    every: dict[str, Way] = {}
+    for name, one in plain.items():
+        every[name] = replace(one, checkpointing=False)
+        every[f"{name}, checkpointing"] = replace(one, checkpointing=True)
+    return every
 
 
 def ways(start: Way, frozen: bool) -> Iterator[Way]:

@@ -93,7 +93,8 @@ class Size:
             "block": max(self.block, other.block),
             "linear": max(self.linear, other.linear),
         }
-        one, two = vars(self), vars(other)
+        one = vars(self)
+        two = vars(other)
         sums = {n: one[n] + times * (two[n] - one[n]) for n in one if n not in whole}
         return Size(**whole, **sums)
 
@@ -128,7 +129,12 @@ def dry_run(
     ids = torch.zeros(rows, training.length, dtype=torch.long, device="meta")
     with _without_values(training.host), on_meta(), Tally(held) as tally:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    linears = [weight for block in blocks for weight in _linears(block)]
+    linears: list[Tensor] = []
+    largest = 0
+    for block in blocks:
+        linears += _linears(block)
+        size = sum(part.nbytes for part in block.parameters())
+        largest = max(largest, size)
     return Size(
         parameters=sum(part.numel() for part in model.parameters()),
         trained=sum(part.numel() for part in trained),
@@ -137,7 +143,7 @@ def dry_run(
         saved=sum(weight.nbytes - NF4 * weight.numel() for weight in linears),
         activations=tally.peak - tally.start,
         ops=tally.ops,
-        block=max(sum(part.nbytes for part in block.parameters()) for block in blocks),
+        block=largest,
         linear=max((weight.nbytes for weight in linears), default=0),
     )
 
@@ -187,10 +193,9 @@ def _depths(host: str) -> tuple[int, int]:
     From there on all have parameters of the same names and shapes.
     """
     blocks = [layer.block for layer in anatomy(skeleton(configuration(host))).layers]
-    shapes = [
-        {name: part.shape for name, part in block.named_parameters()}
-        for block in blocks
-    ]
+    shapes: list[dict[str, torch.Size]] = []
+    for block in blocks:
+        shapes.append({name: part.shape for name, part in block.named_parameters()})
     first = len(shapes)
     while first > 1 and shapes[first - 2] == shapes[-1]:
         first -= 1

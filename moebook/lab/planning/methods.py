@@ -79,18 +79,21 @@ def mixture(config: rocket.Config, rank: int) -> Method:
     """Put a mixture of LoRAs on queries and values; experts and gates train."""
 
     def made(host: nn.Module) -> nn.Module:
-        linears = {n: p for n, p in host.named_modules() if n.endswith(Q_AND_V)}
-        names = tuple(map(str, range(config.experts)))
-        scales, paths = (1.0,) * len(names), tuple(linears)
+        experts = config.experts
+        down: dict[str, torch.Tensor] = {}
+        up: dict[str, torch.Tensor] = {}
+        for path, part in host.named_modules():
+            if path.endswith(Q_AND_V):
+                down[path] = torch.zeros(experts, rank, part.in_features)
+                up[path] = torch.zeros(experts, part.out_features, rank)
         origin = rocket.apply.Origin(
-            base="", config=config, experts=names, scales=scales, rank=rank, paths=paths
+            base="",
+            config=config,
+            experts=tuple(map(str, range(experts))),
+            scales=(1.0,) * experts,
+            rank=rank,
+            paths=tuple(down),
         )
-        down = {
-            n: torch.zeros(len(names), rank, p.in_features) for n, p in linears.items()
-        }
-        up = {
-            n: torch.zeros(len(names), p.out_features, rank) for n, p in linears.items()
-        }
         return rocket.apply.install(host, origin, down, up)
 
     return Method(("mixture", config, rank), made)
@@ -122,8 +125,8 @@ def esft_share(score: str) -> float:
     """
     printed = papers.wide("esft", "figure_4")["storage"]
     host = skeleton(configuration("deepseek-ai/DeepSeek-V2-Lite"))
-    routed = sum(
-        p.numel() for layer in sparse_layers(host) for p in layer.experts.parameters()
-    )
+    routed = 0
+    for layer in sparse_layers(host):
+        routed += sum(part.numel() for part in layer.experts.parameters())
     every = sum(part.numel() for part in host.parameters())
     return float(printed[f"ESFT-{score.title()}"] / printed["FFT"] * every / routed)

@@ -38,10 +38,8 @@ class Tally(TorchDispatchMode):
     ) -> Any:
         """Run an op and count it."""
         result = func(*args, **(kwargs or {}))
-        given, made = (
-            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-            for tree in ((args, kwargs), result)
-        )
+        given = _tensors((args, kwargs))
+        made = _tensors(result)
         fresh = [self._hold(tensor) for tensor in made]
         if any(fresh) or func._schema.is_mutable:
             count = flop_registry.get(func._overloadpacket, lambda *_, **__: 0)
@@ -55,7 +53,8 @@ class Tally(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage in self._seen:
             return False
-        self._seen[storage], size = None, storage.nbytes()
+        self._seen[storage] = None
+        size = storage.nbytes()
         self.alive += size
         self.peak = max(self.peak, self.alive)
         weakref.finalize(storage, self._free, size).atexit = False
@@ -63,3 +62,7 @@ class Tally(TorchDispatchMode):
 
     def _free(self, size: int) -> None:
         self.alive -= size
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -98,7 +98,8 @@ def curves(
         entry = name
         if len(seeds) > 1:
             entry += f"\n(mean and range\nof {len(seeds)} seeds)"
-            low, high = seeds.min(0), seeds.max(0)
+            low = seeds.min(0)
+            high = seeds.max(0)
             colour = line.get_color()
             axes.fill_between(positions, low, high, color=colour, alpha=0.18, lw=0)
         handles[entry] = line

@@ -53,7 +53,8 @@ def run(
     What it refuses is refused here too: the last line that it wrote to its errors, if it failed.
     With a ``place`` of `warm` it is a fork.
     """
-    (output, printing), (errors, complaining) = os.pipe(), os.pipe()
+    output, printing = os.pipe()
+    errors, complaining = os.pipe()
     with os.fdopen(output) as printed, os.fdopen(errors) as complained:
         try:
             files = (waiting, printing, complaining)
@@ -169,7 +170,8 @@ class Fork:
             answer = self._answer()
             # There is none where the process that forks was killed, with which its forks end.
             told = json.loads(answer) if answer else {"returncode": -signal.SIGKILL}
-            self.returncode, self.seconds = told["returncode"], told.get("seconds", 0.0)
+            self.returncode = told["returncode"]
+            self.seconds = told.get("seconds", 0.0)
             self._line.close()
         return self.returncode
 

@@ -41,7 +41,8 @@ def pace(seconds: float = 1.0) -> float:
     up, down = (
         torch.randn(128, 384, generator=draw, requires_grad=True) for _ in range(2)
     )
-    steps, start = 0, time.perf_counter()
+    steps = 0
+    start = time.perf_counter()
     while (spent := time.perf_counter() - start) < seconds:
         hidden = torch.nn.functional.silu(rows @ up)
         torch.autograd.grad((hidden @ down.T).square().mean(), (up, down))

@@ -142,7 +142,8 @@ def seconds(provisioner: object) -> float:
 
 def register() -> dict[str, Any]:
     """Make `Provisioner` known to jupyter_client; return what a kernel's metadata say of it."""
-    name, value = "moebook-warm", f"{__name__}:{Provisioner.__name__}"
+    name = "moebook-warm"
+    value = f"{__name__}:{Provisioner.__name__}"
     factory = KernelProvisionerFactory.instance()
     factory.provisioners[name] = EntryPoint(name, value, factory.GROUP_NAME)
     return {"kernel_provisioner": {"provisioner_name": name}}

@@ -65,7 +65,8 @@ def half_mass(scores: Scores) -> dict[int, float]:
     shares = {}
     for layer, row in scores.gate.items():
         reached = row.sort(descending=True).values.cumsum(0)
-        shares[layer] = (int((reached < reached[-1] / 2).sum()) + 1) / len(row)
+        below_half = int((reached < reached[-1] / 2).sum())
+        shares[layer] = (below_half + 1) / len(row)
     return shares
 
 
@@ -77,27 +78,28 @@ def overlap(first: ByTask, second: ByTask, top: Size) -> pd.DataFrame:
     """
     for task, scores in (*first.items(), *second.items()):
         if scores.gate.keys() != next(iter(first.values())).gate.keys():
-            refuse(
-                "E-KEYS", f"the scores of '{task}' are of other layers than the first"
-            )
+            where = f"the scores of '{task}'"
+            refuse("E-KEYS", f"{where} are of other layers than the first")
         if top > scores.experts:
             refuse("E-RANGE", f"top is {top}, expected 1 to {scores.experts} (experts)")
 
     def best(scores: Scores) -> list[set[int]]:
-        ranked = [
-            row.argsort(descending=True, stable=True) for row in scores.gate.values()
-        ]
-        return [set(order[:top].tolist()) for order in ranked]
+        """Return each layer's best experts."""
+        chosen: list[set[int]] = []
+        for row in scores.gate.values():
+            order = row.argsort(descending=True, stable=True)
+            chosen.append(set(order[:top].tolist()))
+        return chosen
 
     def shared(one: Scores, other: Scores) -> float:
-        return float(
-            np.mean([len(a & b) for a, b in zip(best(one), best(other), strict=True)])
-        )
+        """Return how many of their best experts two tasks share, mean over layers."""
+        pairs = zip(best(one), best(other), strict=True)
+        return float(np.mean([len(a & b) for a, b in pairs]))
 
-    table = [
-        [shared(one, other) for other in second.values()] for one in first.values()
-    ]
-    return pd.DataFrame(table, index=list(first), columns=list(second))
+    table = pd.DataFrame(index=list(first), columns=list(second), dtype=float)
+    for task, scores in first.items():
+        table.loc[task] = [shared(scores, other) for other in second.values()]
+    return table
 
 
 @checked
@@ -204,7 +206,8 @@ def front(
     target: str,
 ) -> Front:
     """Read a `Front` off evaluations on a ``target`` and on general tasks, which count equally."""
-    solved, kept = [], []
+    solved = []
+    kept = []
     for table in tables:
         refuse_unknown(target, set(table.asked), "E-NAME", f"'{target}' was not asked;")
         solved.append(table[table.asked == target].correct.mean())
@@ -235,10 +238,17 @@ def at_equal_accuracy(one: Front, other: Front) -> NDArray[np.float64]:
         refuse(
             "E-SHAPE", f"at_equal_accuracy: {items} general items, expected the same"
         )
-    level, kept = min(one[0].max(), other[0].max()), []
+    level = min(one[0].max(), other[0].max())
+    kept = []
     for solved, scores in (one, other):
-        mean, order = scores.mean(axis=1), np.argsort(solved, kind="stable")
-        best = [i for i in order if mean[i] >= mean[solved >= solved[i]].max()]
+        mean = scores.mean(axis=1)
+        # Pareto-best: no checkpoint that solves as much keeps more.
+        best = []
+        for checkpoint in np.argsort(solved, kind="stable"):
+            as_good = solved >= solved[checkpoint]
+            if mean[checkpoint] >= mean[as_good].max():
+                best.append(checkpoint)
+        # At the level a mean of two neighbours: the share that each of them has in it.
         shares = [np.interp(level, solved[best], unit) for unit in np.eye(len(best))]
         kept.append(np.array(shares) @ scores[best])
     return np.subtract(*kept)

@@ -38,14 +38,12 @@ def cooccurrence(
     By layer ``[E, E]`` float64, symmetric; 0 on the diagonal, as an expert's company is others.
     """
     counts: dict[int, Tensor] = {}
-    for layer, seen in chain.from_iterable(
-        decisions(model, batch).items() for batch in batches
-    ):
-        ids = seen.real().ids.cpu()
-        chosen = (
-            torch.zeros(len(ids), seen.logits.shape[-1]).double().scatter_(1, ids, 1.0)
-        )
-        counts[layer] = counts.get(layer, 0) + chosen.T @ chosen
+    for batch in batches:
+        for layer, seen in decisions(model, batch).items():
+            ids = seen.real().ids.cpu()  # [T, K]
+            chosen = torch.zeros(len(ids), seen.logits.shape[-1]).double()
+            chosen.scatter_(1, ids, 1.0)  # [T, E], 1 where a token chose an expert
+            counts[layer] = counts.get(layer, 0) + chosen.T @ chosen
     if not any(matrix.any() for matrix in counts.values()):
         refuse("E-DATA", "no real token was counted: no expert occurred")
     return {layer: matrix.fill_diagonal_(0) for layer, matrix in counts.items()}
@@ -71,13 +69,14 @@ def partition(cooccurrence: Annotated[Tensor, FINITE], size: int) -> tuple[Group
     """
     shapes("partition", {"cooccurrence": (cooccurrence, "E E")}, empty="")
     _check_size(size, len(cooccurrence))
-    alike, left, groups = similarity(cooccurrence), np.arange(len(cooccurrence)), []
+    alike = similarity(cooccurrence)
+    left = np.arange(len(cooccurrence))
+    groups: list[Group] = []
     while len(left):
-        candidates = np.array(list(combinations(left.tolist(), size)))
-        pairs = combinations(candidates.T, 2)
-        total = sum(
-            (alike[one, other] for one, other in pairs), np.zeros(len(candidates), int)
-        )
+        candidates = np.array(list(combinations(left.tolist(), size)))  # [C, size]
+        total = np.zeros(len(candidates), int)
+        for one, other in combinations(candidates.T, 2):
+            total = total + alike[one, other]
         groups.append(tuple(candidates[total.argmax()].tolist()))
         left = np.setdiff1d(left, groups[-1])
     return tuple(groups)
@@ -114,7 +113,8 @@ def group(
 def check(model: nn.Module, sizes: Iterable[int]) -> None:
     """Refuse a model whose experts `group` cannot bind: routers must be plain ``[E, D]``."""
     for size, layer in product(sizes, sparse_layers(model)):
-        router, where = layer.router, f"layer {layer.index}"
+        router = layer.router
+        where = f"layer {layer.index}"
         if parametrize.is_parametrized(router, "weight"):
             refuse("E-MODEL", f"{where}: its experts are grouped already")
         if not _is_plain(router):
@@ -161,11 +161,9 @@ class _SharedGate(nn.Module):
 
     def __init__(self, groups: tuple[Group, ...]) -> None:
         super().__init__()
-        owner = {
-            expert: number
-            for number, members in enumerate(groups)
-            for expert in members
-        }
+        owner: dict[int, int] = {}
+        for number, members in enumerate(groups):
+            owner |= dict.fromkeys(members, number)
         numbers = torch.tensor([owner[expert] for expert in range(len(owner))])
         self.register_buffer("owner", numbers, persistent=False)
 

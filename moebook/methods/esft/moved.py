@@ -145,7 +145,8 @@ def _changes(old: Layer, new: Layer) -> list[float]:
         if before.shape != after.shape:
             shapes = f"{tuple(after.shape)} and {tuple(before.shape)} in the base"
             refuse("E-SHAPE", f"layer {old.index}: experts are {shapes}")
-        added.append((after.double() - before.double()).square().flatten(1).sum(1))
+        step = after.double() - before.double()  # [E, ...]
+        added.append(step.square().flatten(1).sum(1))
         weights.append(before.double().square().flatten(1).sum(1))
     change = torch.stack(added).sum(0) / torch.stack(weights).sum(0)
     return [float(value) for value in change.sqrt()]

@@ -59,7 +59,8 @@ def full_experts(model: nn.Module, config: Config) -> nn.Module:
             f"host is '{config.host}', expected 'frozen': Eq. 6 is of experts",
         )
     chosen = craftable(model, config)
-    base, of_host = checkpoint.fingerprint(model), list(model.parameters())
+    base = checkpoint.fingerprint(model)
+    of_host = list(model.parameters())
 
     def build(layer: Layer, router: mnn.Router) -> nn.Module:
         return mnn.ExpertMoE(router, mnn.Experts(layer.mlp, config.experts))
@@ -161,22 +162,23 @@ def trained(model: nn.Module, config: Config) -> dict[str, nn.Parameter]:
     if config.host == "full":
         return parameters
     kinds = mnn.Adapters | mnn.Router
-    added = tuple(
-        f"{name}." for name, m in model.named_modules() if isinstance(m, kinds)
-    )
-    return {n: p for n, p in parameters.items() if n.startswith(added) or ".lora_" in n}
+    modules = model.named_modules()
+    added = tuple(f"{path}." for path, part in modules if isinstance(part, kinds))
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if name.startswith(added) or ".lora_" in name
+    }
 
 
 def adapter_norm(model: nn.Module) -> float:
     """Return the norm of all upper matrices, which start at zero: how far the adapters moved."""
-    ups = [
-        part.up.detach() for part in model.modules() if isinstance(part, mnn.Adapters)
-    ]
-    if not ups:
-        refuse(
-            "E-MODEL", "no adapters to measure: the model is dense or has full experts"
-        )
-    return torch.stack([up.norm() for up in ups]).norm().item()
+    adapters = [part for part in model.modules() if isinstance(part, mnn.Adapters)]
+    if not adapters:
+        why = "the model is dense or has full experts"
+        refuse("E-MODEL", f"no adapters to measure: {why}")
+    norms = [part.up.detach().norm() for part in adapters]
+    return torch.stack(norms).norm().item()
 
 
 def _quantise(model: nn.Module, host: Anatomy) -> None:
@@ -187,10 +189,8 @@ def _quantise(model: nn.Module, host: Anatomy) -> None:
         for name, dense in list(layer.block.named_modules()):
             if type(dense) is not nn.Linear:
                 continue
-            sizes, biased = (
-                (dense.in_features, dense.out_features),
-                dense.bias is not None,
-            )
+            sizes = (dense.in_features, dense.out_features)
+            biased = dense.bias is not None
             form = {
                 "compute_dtype": dense.weight.dtype,
                 "quant_type": "nf4",

@@ -51,7 +51,8 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
     the others do. The mask ``[B, T]`` is 1 for real tokens, by default that which the model was
     called with.
     """
-    config, routers = checkpoint.origin(model, Origin).config, mnn.routers(model)
+    config = checkpoint.origin(model, Origin).config
+    routers = mnn.routers(model)
     if config.balance == "none" or not routers:
         _check_mask(routers, attention_mask)
         return torch.zeros((), device=next(model.parameters()).device)
@@ -138,10 +139,11 @@ def approximation_error(
 def _row_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return the mean nats per labelled token of each row ``[B]``."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    logits, labels = model(**inputs).logits[:, :-1], batch["labels"][:, 1:]
-    return token_nats(logits, labels).double().sum(1) / (labels != IGNORED).sum(
-        1
-    ).clamp(min=1)
+    logits = model(**inputs).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    nats = token_nats(logits, labels).double().sum(1)
+    tokens = (labels != IGNORED).sum(1).clamp(min=1)
+    return nats / tokens
 
 
 def _squared_distances(models: list[nn.Module], batch: Mapping[str, Any]) -> Tensor:
@@ -220,22 +222,22 @@ def printed_sizes() -> pd.DataFrame:
     Numbers of parameters at width 512, ``total_64`` at 64, which the released code trains; between
     ``implied_width_low`` and ``implied_width_high`` the total rounds to what is printed.
     """
-    wide, released = Config.preset("fixed"), Config.preset("released")
-    lines = {}
+    wide = Config.preset("fixed")
+    released = Config.preset("released")
+    lines: dict[str, dict[str, float]] = {}
     for host, printed in PRINTED.items():
-        size, narrow = counts(wide, host), counts(released, host)
-        rest, per_width = size.dense + size.routers, size.adapters / wide.adapter_width
-        ends = [((printed + side) * 1e9 - rest) / per_width for side in (-0.5, 0.5)]
-        lines[host] = [size.dense, size.total, size.activated, narrow.total, *ends]
-    whats = [
-        "dense",
-        "total",
-        "activated",
-        "total_64",
-        "implied_width_low",
-        "implied_width_high",
-    ]
-    return pd.DataFrame(lines, index=whats).T
+        size = counts(wide, host)
+        rest = size.dense + size.routers
+        per_width = size.adapters / wide.adapter_width
+        lines[host] = {
+            "dense": size.dense,
+            "total": size.total,
+            "activated": size.activated,
+            "total_64": counts(released, host).total,
+            "implied_width_low": ((printed - 0.5) * 1e9 - rest) / per_width,
+            "implied_width_high": ((printed + 0.5) * 1e9 - rest) / per_width,
+        }
+    return pd.DataFrame(lines).T
 
 
 def _size(module: nn.Module) -> int:

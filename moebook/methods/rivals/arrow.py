@@ -83,10 +83,8 @@ class Arrow(nn.Module):
 
     def __init__(self, prototypes: Tensor, config: Config) -> None:
         super().__init__()
-        self.top_k, self.temperature = (
-            config.top_k or len(prototypes),
-            config.temperature,
-        )
+        self.top_k = config.top_k or len(prototypes)
+        self.temperature = config.temperature
         self.register_buffer("prototypes", prototypes)  # [N, D]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,7 +165,8 @@ def load(model: nn.Module, folder: str | Path) -> Tuned:
     """Restore what `Tuned.save` wrote onto its base."""
 
     def weigh(origin: Origin) -> tuning.Weigh:
-        count, config = len(origin.names), origin.config
+        count = len(origin.names)
+        config = origin.config
         return lambda _, part: Arrow(torch.zeros(count, part.in_features), config)
 
     return tuning.load(model, folder, Origin, weigh)

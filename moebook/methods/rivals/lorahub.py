@@ -41,11 +41,9 @@ __all__ = [
 
 Loss = Callable[[np.ndarray], float]
 # |w_i| at most; of the penalty; of the first probes.
-BOX, STRENGTH, STEP = (
-    1.5,
-    0.05,
-    0.5,
-)
+BOX = 1.5
+STRENGTH = 0.05
+STEP = 0.5
 
 
 @settings
@@ -164,7 +162,9 @@ def _cobyla(loss: Loss, size: int, budget: int, seed: int) -> None:
 def folded(weights: np.ndarray) -> np.ndarray:
     """Fold what lies outside the box back at its wall, as nevergrad does; at most to the other."""
     shapes("folded", {"weights": (weights, "...")})
-    return np.clip(np.sign(weights) * (BOX - np.abs(BOX - np.abs(weights))), -BOX, BOX)
+    size = np.abs(weights)
+    back = BOX - np.abs(BOX - size)  # as far inside the wall as it was outside
+    return np.clip(np.sign(weights) * back, -BOX, BOX)
 
 
 def _cma(loss: Loss, size: int, budget: int, seed: int) -> None:

@@ -58,23 +58,33 @@ def stack(bank: Bank, mix: Mix) -> Stack:
     check_alike(loras)
     scale = loras[0].scale
     rooted = [(lora, math.sqrt(lora.scale / scale)) for lora in loras]
-    down = {
-        p: torch.stack([lora.down[p] * r for lora, r in rooted]) for p in loras[0].down
-    }
-    up = {p: torch.stack([lora.up[p] * r for lora, r in rooted]) for p in loras[0].up}
+    down: dict[str, Tensor] = {}
+    up: dict[str, Tensor] = {}
+    for path in loras[0].down:
+        down[path] = torch.stack([lora.down[path] * root for lora, root in rooted])
+        up[path] = torch.stack([lora.up[path] * root for lora, root in rooted])
     return Stack(scale, loras[0].rank, down, up)
 
 
 def _padded(loras: Sequence[Lora]) -> list[Lora]:
     """Give all LoRAs the highest rank and all layers by zeros; what each computes stays."""
     rank = max(lora.rank for lora in loras)
-    shapes = {p: (lora.down[p], lora.up[p]) for lora in loras for p in lora.down}
+    owners: dict[
+        str, Lora
+    ] = {}  # by path a LoRA that adapts it, of which its shape is known
+    for lora in loras:
+        owners |= dict.fromkeys(lora.down, lora)
 
     def filled(lora: Lora) -> Lora:
-        if lora.rank == rank and lora.down.keys() == shapes.keys():
+        if lora.rank == rank and lora.down.keys() == owners.keys():
             return lora
-        down = {p: a.new_zeros(rank, a.shape[1]) for p, (a, _) in shapes.items()}
-        up = {p: b.new_zeros(b.shape[0], rank) for p, (_, b) in shapes.items()}
+        down: dict[str, Tensor] = {}
+        up: dict[str, Tensor] = {}
+        for path, owner in owners.items():
+            a = owner.down[path]
+            b = owner.up[path]
+            down[path] = a.new_zeros(rank, a.shape[1])
+            up[path] = b.new_zeros(b.shape[0], rank)
         for path in lora.down:
             down[path][: lora.rank] = lora.down[path]
             up[path][:, : lora.rank] = lora.up[path]
@@ -92,13 +102,11 @@ def fresh_like(bank: Bank, *, seed: Seed) -> dict[str, Lora]:
     generator = torch.Generator().manual_seed(seed)
 
     def started(lora: Lora) -> Lora:
-        widths = {path: a.shape[1] ** -0.5 for path, a in lora.down.items()}
-        down = {
-            path: torch.empty(a.shape).uniform_(
-                -widths[path], widths[path], generator=generator
-            )
-            for path, a in lora.down.items()
-        }
+        down: dict[str, Tensor] = {}
+        for path, a in lora.down.items():
+            bound = a.shape[1] ** -0.5
+            fresh = torch.empty(a.shape)
+            down[path] = fresh.uniform_(-bound, bound, generator=generator)
         up = {path: torch.zeros(b.shape) for path, b in lora.up.items()}
         return replace(lora, down=down, up=up, provenance={})
 
@@ -125,9 +133,8 @@ def joined(
     """
     on_down, on_up = halves(weights, mix)
     if mix == "outputs":
-        return down.flatten(0, 1), (on_up[:, None, None] * up).transpose(0, 1).flatten(
-            1
-        )
+        weighted = on_up[:, None, None] * up
+        return down.flatten(0, 1), weighted.transpose(0, 1).flatten(1)
     one = torch.einsum("...n,nrd->...rd", on_down, down)
     return one, torch.einsum("...n,nor->...or", on_up, up)
 
@@ -228,13 +235,18 @@ class Mixed(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.base_layer, self.weigh = base_layer, weigh
-        self.down, self.up = nn.Parameter(down), nn.Parameter(up)
-        self.scale, self.mix, self.dropout = scale, mix, dropout
+        self.base_layer = base_layer
+        self.weigh = weigh
+        self.down = nn.Parameter(down)
+        self.up = nn.Parameter(up)
+        self.scale = scale
+        self.mix = mix
+        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[..., O]`` for ``x [..., D]``, in the dtype of the base's output."""
-        base, source = self.base_layer(x), x.to(self.down.dtype)
+        base = self.base_layer(x)
+        source = x.to(self.down.dtype)
         if self.training and self.dropout:
             source = dropout(source, self.dropout)
         weights = self.weigh(x).to(source.dtype)

@@ -42,7 +42,8 @@ __all__ = [
 ]
 
 Factors = tuple[nn.Parameter, nn.Parameter]
-ATTENTION, TABLE_12 = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_proj", "v_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TABLE_12 = ("q_proj", "v_proj")
 
 
 @settings
@@ -121,35 +122,40 @@ class FFN(nn.Module):
         self, mlp: nn.Module, weigh: Gate, parts: dict[str, Factors], made: Config
     ):
         super().__init__()
-        self.base_layer, self.weigh = mlp, weigh
+        self.base_layer = mlp
+        self.weigh = weigh
         self.downs = nn.ParameterDict({name: down for name, (down, _) in parts.items()})
         self.ups = nn.ParameterDict({name: up for name, (_, up) in parts.items()})
-        self.scale, self.dropout, self.top_k = (
-            made.alpha / made.rank,
-            made.dropout,
-            made.top_k,
-        )
+        self.scale = made.alpha / made.rank
+        self.dropout = made.dropout
+        self.top_k = made.top_k
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[B, T, D]`` for ``x [B, T, D]``."""
         mlp = self.base_layer
-        gates = self.weigh(x)
-        weights, ids = gates.topk(self.top_k)
+        gates = self.weigh(x)  # [B, T, E]
+        weights, ids = gates.topk(self.top_k)  # [B, T, K]
+        # Slot k has each token's k-th expert as a row of E numbers, one of them 1.
         slots = F.one_hot(ids, gates.shape[-1]).to(gates).unbind(-2)
-        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-        hidden = [
-            mlp.act_fn(self._add("gate_proj", x, gate, slot))
-            * self._add("up_proj", x, up, slot)
-            for slot in slots
-        ]
-        shares = weights.unsqueeze(-1).unbind(-2)
-        y = mlp.down_proj(sum(w.to(h) * h for w, h in zip(shares, hidden, strict=True)))
+        shares = weights.unsqueeze(-1).unbind(-2)  # [B, T, 1], K times
+
+        gate = mlp.gate_proj(x)
+        up = mlp.up_proj(x)
+        hidden: list[Tensor] = []  # [B, T, F], K times
+        for slot in slots:
+            of_gate = self._add("gate_proj", x, gate, slot)
+            of_up = self._add("up_proj", x, up, slot)
+            hidden.append(mlp.act_fn(of_gate) * of_up)
+
+        mixed = sum(share.to(h) * h for share, h in zip(shares, hidden, strict=True))
+        y = mlp.down_proj(mixed)
         for share, slot, h in zip(shares, slots, hidden, strict=True):
             y = self._add("down_proj", h, y, share * slot)
         return y
 
     def _add(self, name: str, x: Tensor, base: Tensor, gates: Tensor) -> Tensor:
-        down, up = self.downs[name], self.ups[name]
+        down = self.downs[name]
+        up = self.ups[name]
         source = x.to(down.dtype)
         if self.training and self.dropout:
             source = mnn.dropout(source, self.dropout)
@@ -236,7 +242,8 @@ def _origin(model: nn.Module, config: Config) -> Origin:
 
 
 def _install(model: nn.Module, origin: Origin) -> Tuned:
-    trace, made = mnn.Trace(), {}
+    trace = mnn.Trace()
+    made = {}
     for number, path in enumerate(origin.paths):
         traced = {"layer": number, "trace": trace}
         made[path] = _part(model.get_submodule(path), origin.config, traced)
@@ -262,7 +269,8 @@ def _part(old: nn.Module, config: Config, traced: dict[str, Any]) -> nn.Module:
     if not hasattr(old, "in_features"):
         parts = {name: factors(getattr(old, name), config.experts) for name in GATED}
         return FFN(old, gate(old.gate_proj.in_features), parts, config)
-    routed, scale = config.placement == "projections", config.alpha / config.rank
+    routed = config.placement == "projections"
+    scale = config.alpha / config.rank
     down, up = factors(old, config.experts if routed else 1)
     weigh = gate(old.in_features) if routed else Fixed(torch.ones(1, **at))
     return Mixed(old, down, up, scale, weigh, mix="outputs", dropout=config.dropout)

@@ -60,19 +60,20 @@ def tuned(
 ) -> Tuned:
     """Attach the merged LoRA, tuned if so set; its one weight is 1."""
     check(bank, ranks=config.mix == "factors")
-    shares, spent = [torch.full((len(bank),), 1 / len(bank))], Cost()
+    spent = Cost()
     if config.coefficients == "validation":
         if len(bank) != 2:
-            refuse(
-                "E-CHOICE",
-                f"coefficients by validation are of 2 LoRAs, not of {len(bank)}",
-            )
+            message = f"coefficients by validation are of 2 LoRAs, not of {len(bank)}"
+            refuse("E-CHOICE", message)
         grid = torch.linspace(0, 1, round(1 / config.grid) + 1)
-        shares = [torch.stack([share, 1 - share]) for share in grid]
-        spent = Cost(1, len(shares) * sum(map(len, data.shots["input_ids"])))
-    tried = [mixing.merged(bank, weights, mix=config.mix) for weights in shares]
-    best, *others = tried
-    if others:
+        tried = [
+            mixing.merged(bank, torch.stack([share, 1 - share]), mix=config.mix)
+            for share in grid
+        ]
         best = min(tried, key=lambda lora: tuning.on_shots(model, lora, data))
+        spent = Cost(1, len(tried) * sum(map(len, data.shots["input_ids"])))
+    else:
+        equal = torch.full((len(bank),), 1 / len(bank))
+        best = mixing.merged(bank, equal, mix=config.mix)
     result = tuning.alone(model, best, learnt=config.tune == "merged")
     return tuning.fit(result, data, spent=spent, **recipe)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -94,7 +94,8 @@ class Gates(nn.Module):
 
     def __init__(self, vectors: Tensor, config: Config) -> None:
         super().__init__()
-        self.top_k, self.eps = config.top_k, config.eps
+        self.top_k = config.top_k
+        self.eps = config.eps
         self.register_buffer("vectors", vectors)  # [N, D]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,7 +103,8 @@ class Gates(nn.Module):
         score = scores(x, self.vectors)
         weights = mixing.strongest(score, self.top_k)
         if self.eps:
-            kept = (score.softmax(-1) * (weights > 0)).sum(-1, keepdim=True)
+            chosen = score.softmax(-1) * (weights > 0)
+            kept = chosen.sum(-1, keepdim=True)
             weights = weights * kept / (kept + self.eps)
         return weights
 
@@ -132,14 +134,15 @@ def gates(
     model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0
 ) -> dict[str, Learnt]:
     """Learn each LoRA's gates, alone on the base: on its own rows, once for all targets."""
-    sets = {n: data.rows if config.rows == "target" else data.source(n) for n in bank}
+    of_target = config.rows == "target"
     plan: dict[str, Any] = {
         "steps": config.steps,
         "lr": config.lr,
         "batch": config.batch,
     }
     found = {}
-    for name, rows in sets.items():
+    for name in bank:
+        rows = data.rows if of_target else data.source(name)
         alone = tuning.attach(
             model,
             {name: bank[name]},
@@ -152,9 +155,9 @@ def gates(
         alone = tuning.fit(alone, data, rows=rows, warmup=0.06, seed=seed, **plan)
         with tuning.undone(alone):
             after = training.nats(model, rows, pad_id=data.pad_id)
-        vectors = {
-            path: part.weigh.v.detach().clone() for path, part in alone.parts.items()
-        }
+        vectors: dict[str, Tensor] = {}
+        for path, part in alone.parts.items():
+            vectors[path] = part.weigh.v.detach().clone()
         found[name] = Learnt(vectors, before, after, alone.cost)
         alone.detach()
     return found
@@ -178,32 +181,38 @@ def tuned(
     check(bank, ranks=False)
     mixing.check_choice(config.top_k, bank)
     for path, down in next(iter(bank.values())).down.items():
-        if (width := down.shape[1]) < 3:
-            refuse(
-                "E-RANGE",
-                f"{path} has D = {width}, where LayerNorm leaves a sign: D > 2",
-            )
+        width = down.shape[1]
+        if width < 3:
+            why = "where LayerNorm leaves a sign: D > 2"
+            refuse("E-RANGE", f"{path} has D = {width}, {why}")
     known = dict(learnt or {})
     new = {name: lora for name, lora in bank.items() if name not in known}
     known |= gates(model, new, data, config, seed=seed)
 
     def weigh(path: str, _: nn.Module) -> Gates:
-        return Gates(torch.stack([known[name].vectors[path] for name in bank]), config)
+        vectors = [known[name].vectors[path] for name in bank]
+        return Gates(torch.stack(vectors), config)
 
     done = tuning.attach(
         model, bank, weigh, mix="outputs", learnt=False, kind=Origin, config=config
     )
     if config.rows == "sources":
         return done
-    each = [astuple(known[name].cost) for name in bank]
-    return replace(done, cost=tuning.Cost(*map(sum, zip(*each, strict=True))))
+    costs = [known[name].cost for name in bank]
+    whole = tuning.Cost(
+        trained=sum(cost.trained for cost in costs),
+        forward=sum(cost.forward for cost in costs),
+        backward=sum(cost.backward for cost in costs),
+    )
+    return replace(done, cost=whole)
 
 
 def load(model: nn.Module, folder: str | Path) -> Tuned:
     """Restore what `Tuned.save` wrote onto its base."""
 
     def weigh(origin: Origin) -> tuning.Weigh:
-        count, config = len(origin.names), origin.config
+        count = len(origin.names)
+        config = origin.config
         return lambda _, part: Gates(torch.zeros(count, part.in_features), config)
 
     return tuning.load(model, folder, Origin, weigh)

@@ -140,15 +140,19 @@ def fisher(
         return F.cross_entropy(foretelling, answers, reduction=reduction)
 
     gradient = vmap(grad(nats), (None, 0, 0)) if by_row else grad(nats)
-    total = {name: torch.zeros_like(t, dtype=torch.double) for name, t in at.items()}
+    total = {
+        name: torch.zeros_like(factor, dtype=torch.double)
+        for name, factor in at.items()
+    }
     # Rows are padded on the right, where a causal model needs no mask, since `vmap` knows no branch
     # on a mask's values, and no fused attention either.
     with evaluating(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         for batch in rows.select_columns(["input_ids", "labels"]).iter(BATCH):
-            pair = padded(batch["input_ids"], 0)[0], padded(batch["labels"], IGNORED)[0]
-            ids, labels = (
-                t.to(device).unsqueeze(1) if by_row else t.to(device) for t in pair
-            )
+            ids = padded(batch["input_ids"], 0)[0].to(device)
+            labels = padded(batch["labels"], IGNORED)[0].to(device)
+            if by_row:  # [B, 1, T]: each row is a batch of its own
+                ids = ids.unsqueeze(1)
+                labels = labels.unsqueeze(1)
             for name, value in gradient(at, ids, labels).items():
                 squared = value.double().square()
                 total[name] += squared.sum(0) if by_row else squared
@@ -169,9 +173,10 @@ def fishers(
     Returns `fisher` of each by name: ``A [R, in]`` and ``B [out, R]`` a module.
     """
     sets = {name: data.source(name) for name in bank}
-    return {
-        n: fisher(model, bank[n], rows, form=config.fisher) for n, rows in sets.items()
-    }
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, rows in sets.items():
+        found[name] = fisher(model, bank[name], rows, form=config.fisher)
+    return found
 
 
 @checked
@@ -187,9 +192,8 @@ def similarity(one: Fishers, other: Fishers, *, eps: Eps = 0.0) -> float:
     for name in one:
         pair = torch.stack([one[name].flatten(), other[name].flatten()]).double()
         total = pair.sum(0) + eps
-        cosines.append(
-            F.cosine_similarity(*torch.where(total > 0, pair / total, 0.0), dim=0)
-        )
+        left, right = torch.where(total > 0, pair / total, 0.0)
+        cosines.append(F.cosine_similarity(left, right, dim=0))
     return float(torch.stack(cosines).mean())
 
 

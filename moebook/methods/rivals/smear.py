@@ -124,28 +124,31 @@ class Prompt:
     def _begin(
         self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
     ) -> None:
+        self.decided = {}
+        self.held = {}
         cache = given.get("past_key_values")
-        self.decided, self.held = {}, {}
         if cache is not None and cache.get_seq_length():
-            if not isinstance(cache.layers[-1], Kept):
-                refuse(
-                    "E-MODEL",
-                    "the cache was begun without SMEAR: begin it with its prompt",
-                )
-            weights = cache.layers[-1].keys[:, 0].unbind(1)
-            self.held = dict(zip(cache.layers[-1].paths, weights, strict=True))
+            # The prompt was read before: its weights stand in the cache.
+            last = cache.layers[-1]
+            if not isinstance(last, Kept):
+                why = "the cache was begun without SMEAR"
+                refuse("E-MODEL", f"{why}: begin it with its prompt")
+            weights = last.keys[:, 0].unbind(1)
+            self.held = dict(zip(last.paths, weights, strict=True))
             return
         ids = given["input_ids"] if "input_ids" in given else args[0]
-        seen, labels = given.get("attention_mask"), given.get("labels")
+        seen = given.get("attention_mask")
         if seen is not None and seen.dim() != 2:
             refuse("E-MODEL", "SMEAR reads one example a row: an attention mask [B, T]")
         whole = torch.ones_like(ids, dtype=torch.bool)
-        self.mask = whole if seen is None or self.pool == "all" else seen.bool()
-        if self.pool == "prompt" and self.tokens is not None:
+        if self.pool == "all":
+            self.mask = whole
+            return
+        self.mask = whole if seen is None else seen.bool()
+        labels = given.get("labels")
+        if self.tokens is not None:
             self.mask = self.mask & (whole.cumsum(1) <= self.tokens)
-        elif (
-            self.pool == "prompt" and labels is not None
-        ):  # of the last columns alone, maybe
+        elif labels is not None:  # of the last columns alone, maybe
             learnt = F.pad(labels != IGNORED, (ids.shape[1] - labels.shape[1], 0))
             self.mask = self.mask & (learnt.cumsum(1) == 0)
 
@@ -170,7 +173,9 @@ class Router(nn.Module):
         self, path: str, width: int, count: int, config: Config, prompt: Prompt
     ) -> None:
         super().__init__()
-        self.path, self.config, self.prompt = path, config, prompt
+        self.path = path
+        self.config = config
+        self.prompt = prompt
         self.vectors = nn.Parameter(0.01 * torch.randn(count, width))  # V
         self.norm = nn.LayerNorm(width)
         if config.norm == "both":

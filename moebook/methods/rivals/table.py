@@ -82,54 +82,50 @@ def arms(
     ``top_k`` is Rocket's LoRAs a token.
     """
     natural("arms", "top_k", top_k, experts, "experts")
-    rates = {name: {"rate": rate} for name in ("smear", "poly", "pi_tuning")}
-    changes: dict[str, dict[str, Any]] = {
-        **rates,
-        "arrow": {"top_k": min(4, size)},
-        "lorahub": {"budget": searches},
-        "mixlora": {"dropout": 0.0},
-    }
+    weighted = (
+        "smear",
+        "poly",
+        "pi_tuning",
+    )  # whose mixing weights have a rate of their own
+    changes: dict[str, dict[str, Any]] = {name: {"rate": rate} for name in weighted}
+    changes["arrow"] = {"top_k": min(4, size)}
+    changes["lorahub"] = {"budget": searches}
+    changes["mixlora"] = {"dropout": 0.0}
+
+    # Single LoRAs, as they are or tuned.
+    whole = Arm(rival="vanilla", rated="", preset="source_best", bank="with_target")
     table = {
-        **{
-            row: Arm(rival="vanilla", rated="", preset=row)
-            for row in ("source_best", "best_by_shots")
-        },
-        "expert_lora": Arm(
-            rival="vanilla", rated="", preset="source_best", bank="with_target"
-        ),
-        **{
-            row: Arm(rival="vanilla", rated=row, preset=row)
-            for row in ("random", "source_best_sft")
-        },
-        **{
-            name: Arm(
-                rival=name,
-                rated="" if name == "lorahub" else name,
-                changes=changes.get(name, {}),
-            )
-            for name in RIVALS
-        },
-        "rocket": Arm(
-            rival="rocket",
-            rated="rocket",
-            preset="fixed",
-            bank="chosen",
-            changes={"experts": experts, "top_k": top_k, "lora_dropout": 0.0},
-        ),
+        "source_best": Arm(rival="vanilla", rated="", preset="source_best"),
+        "best_by_shots": Arm(rival="vanilla", rated="", preset="best_by_shots"),
+        "expert_lora": whole,
     }
-    few = {
-        f"{name}_shots": replace(table[name], data="D_K")
-        for name in ("random", "mixlora", "lorahub")
-    }
-    table |= few | {
-        name + "_slow": replace(table[name], changes={"rate": SLOW}) for name in rates
-    }
+    for name in ("random", "source_best_sft"):
+        table[name] = Arm(rival="vanilla", rated=name, preset=name)
+
+    # The rivals on the whole bank, and Rocket on the experts that it chose.
+    for name in RIVALS:
+        rated = "" if name == "lorahub" else name
+        table[name] = Arm(rival=name, rated=rated, changes=changes.get(name, {}))
+    table["rocket"] = Arm(
+        rival="rocket",
+        rated="rocket",
+        preset="fixed",
+        bank="chosen",
+        changes={"experts": experts, "top_k": top_k, "lora_dropout": 0.0},
+    )
+
+    # Variants: on shots alone, at Rocket's rate, on Rocket's experts, without any training.
+    for name in ("random", "mixlora", "lorahub"):
+        table[f"{name}_shots"] = replace(table[name], data="D_K")
+    for name in weighted:
+        table[f"{name}_slow"] = replace(table[name], changes={"rate": SLOW})
     changes["arrow"] = {"top_k": min(4, experts)}
     for name in RIVALS[1:]:  # MixLoRA has no use for a bank
         own = changes.get(name, {})
         table[f"{name}_chosen"] = replace(table[name], bank="chosen", changes=own)
     for name in ("pems", "arrow"):
-        paper = {key: own for key, own in table[name].changes.items() if key == "top_k"}
+        given = table[name].changes
+        paper = {"top_k": given["top_k"]} if "top_k" in given else {}
         table[f"{name}_untuned"] = Arm(
             rival=name, rated="", preset="paper", changes=paper
         )
@@ -157,7 +153,8 @@ def tuned(
     **recipe: Any,
 ) -> Tuned:
     """Put an arm on the base, in place; ``named`` is the LoRA of a Source Best."""
-    module, extra = MODULES[arm.rival], {"named": named} if named else {}
+    module = MODULES[arm.rival]
+    extra = {"named": named} if named else {}
     config = module.Config.preset(arm.preset, **{**arm.changes, **extra})
     if arm.rival == "phatgoose":
         recipe["learnt"] = shipped.gates[lr]

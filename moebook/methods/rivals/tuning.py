@@ -137,7 +137,8 @@ class Tuned:
             refuse(
                 "E-MODEL", f"{what}: give a batch to see them, keep the model by save"
             )
-        parts, found = self.parts, dict[str, Tensor]()
+        parts = self.parts
+        found = dict[str, Tensor]()
         with evaluating(self.model):
             if batch is None:
                 return {path: part.weigh(part.down) for path, part in parts.items()}
@@ -149,7 +150,8 @@ class Tuned:
     @torch.no_grad()
     def lora(self, name: str = "merged") -> Lora:
         """Merge a task's weights and LoRAs into one LoRA, or refuse weights that read the input."""
-        weights, mix = self.weights(), self.origin.mix
+        weights = self.weights()
+        mix = self.origin.mix
         factors = {
             path: mixing.joined(part.down, part.up, weights[path].to(part.down), mix)
             for path, part in self.parts.items()
@@ -183,12 +185,13 @@ class Tuned:
 
 def tensors(model: nn.Module, origin: Origin) -> dict[str, Tensor]:
     """Return what a rival added to a model, by name, without the base's own."""
-    return {
-        f"{path}.{name}": tensor
-        for path in origin.paths
-        for name, tensor in model.get_submodule(path).state_dict(keep_vars=True).items()
-        if not name.startswith("base_layer.")
-    }
+    own: dict[str, Tensor] = {}
+    for path in origin.paths:
+        part = model.get_submodule(path)
+        for name, tensor in part.state_dict(keep_vars=True).items():
+            if not name.startswith("base_layer."):
+                own[f"{path}.{name}"] = tensor
+    return own
 
 
 @checked
@@ -210,7 +213,8 @@ def attach(
     beside the fields of `Origin`.
     """
     refuse_second(model)
-    parts, base = mixing.stack(bank, mix), checkpoint.fingerprint(model)
+    parts = mixing.stack(bank, mix)
+    base = checkpoint.fingerprint(model)
     for name, lora in bank.items():
         checkpoint.check_base(f"'{name}'", lora.base or base, base)
     origin = kind(
@@ -248,13 +252,15 @@ def _install(
     for path in origin.paths:
         linear = model.get_submodule(path)
         at = beside(linear.weight)
-        reader, factors = (
+        part = Mixed(
+            linear,
+            down[path].to(**at),
+            up[path].to(**at),
+            origin.scale,
             weigh(path, linear).to(**at),
-            (down[path].to(**at), up[path].to(**at)),
+            mix=origin.mix,
         )
-        made[path] = part = Mixed(
-            linear, *factors, origin.scale, reader, mix=origin.mix
-        )
+        made[path] = part
         part.down.requires_grad_(learnt)
         part.up.requires_grad_(learnt)
     return put(model, origin, made)
@@ -281,14 +287,12 @@ def load(
     """
 
     def empty(host: nn.Module, origin: Origin) -> dict[str, Tensor]:
-        layers, (n, r) = linears(host, origin.paths), (len(origin.names), origin.rank)
-        down = {
-            path: torch.zeros(n, r, layer.in_features) for path, layer in layers.items()
-        }
-        up = {
-            path: torch.zeros(n, layer.out_features, r)
-            for path, layer in layers.items()
-        }
+        count = len(origin.names)
+        down: dict[str, Tensor] = {}
+        up: dict[str, Tensor] = {}
+        for path, layer in linears(host, origin.paths).items():
+            down[path] = torch.zeros(count, origin.rank, layer.in_features)
+            up[path] = torch.zeros(count, layer.out_features, origin.rank)
         _install(host, origin, down, up, weigh(origin), learnt=False)
         return tensors(host, origin)
 
@@ -326,14 +330,14 @@ def fit(
     the model and is passed on.
     """
     model = tuned.model
-    own: dict[str, Any] = (
-        {"rates": dict.fromkeys(names, rate)} if rate is not None else {}
-    )
-    if not (trained := sum(p.numel() for p in model.parameters() if p.requires_grad)):
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if not trained:
         return replace(tuned, cost=spent)
     with undone(tuned):
         rows = data.rows if rows is None else rows
-        history = training.fit(model, rows, pad_id=data.pad_id, **own, **recipe)
+        if rate is not None:
+            recipe["rates"] = dict.fromkeys(names, rate)
+        history = training.fit(model, rows, pad_id=data.pad_id, **recipe)
     tokens = history.tokens[-1]
     cost = Cost(
         spent.trained + trained, spent.forward + tokens, spent.backward + tokens

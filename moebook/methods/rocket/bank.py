@@ -170,7 +170,8 @@ def train(
     config = LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=paths
     )
-    base, bank = fingerprint(model), {}
+    base = fingerprint(model)
+    bank = {}
     for place, (name, rows) in enumerate(sets.items()):
         start = seed + place * own_starts
         known = {
@@ -219,7 +220,8 @@ def tune(
         wrapped = in_wrapper(model, config)
     try:
         losses = training.fit(wrapped, encoded, **settings).loss
-        down, up = {}, {}
+        down = {}
+        up = {}
         for path, part in wrapped.get_base_model().named_modules():
             if hasattr(part, "lora_A"):
                 down[path] = part.lora_A["default"].weight.detach().cpu().clone()
@@ -271,9 +273,11 @@ def leaks(bank: Bank, rows: Sequence[Row], *, task: str) -> pd.DataFrame:
     ``status`` (``"leak"``, ``"clean"``, or ``"unknown"`` where it does not tell what it was trained
     on), ``shared`` (prompts in common) and ``data`` (its data set).
     """
-    target, lines = set(hashes(rows)), {}
+    target = set(hashes(rows))
+    lines = {}
     for name, lora in bank.items():
-        data, prompts = lora.provenance.get("data"), lora.provenance.get("prompts")
+        data = lora.provenance.get("data")
+        prompts = lora.provenance.get("prompts")
         shared = len(target & set(prompts or ()))
         leak = bool(shared) or task in (data, name)
         status = "leak" if leak else "unknown" if prompts is None else "clean"
@@ -301,7 +305,8 @@ def embedded(
     size: Count, *, seed: int = 0, names: Each[str] = EMBEDDED
 ) -> dict[str, list[Row]]:
     """Draw at most ``size`` training rows of each task, without what ``copyleft`` is tested on."""
-    apart, sets = reserved(), {}
+    apart = reserved()
+    sets = {}
     for name in (name for name in EMBEDDED if name in names):
         rows = tasks.rows(name, "train", tasks.find(name).available("train"), seed)
         if name == "licence":

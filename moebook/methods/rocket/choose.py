@@ -105,7 +105,8 @@ def diversity(cosines: Array, form: Literal["ordered", "inverse"] = "ordered") -
     if not np.isfinite(cosines).all():
         refuse("E-NONFINITE", "diversity: cosines hold NaN or infinity")
     infinite = cosines <= 0 if form == "ordered" else cosines == 0
-    return np.divide(1, cosines, out=np.full(len(cosines), np.inf), where=~infinite)
+    omega = np.full(len(cosines), np.inf)
+    return np.divide(1, cosines, out=omega, where=~infinite)
 
 
 @checked
@@ -151,7 +152,8 @@ def select(
     table["R_P"] = rankdata(table["log_perplexity"], method="min").astype(np.int64)
     table["R_A"] = rankdata(-table["accuracy"], method="min").astype(np.int64)
     used = [RANKINGS[name] for name in rankings if name != "diversity"]
-    table = table.iloc[np.argsort(table[used].sum(axis=1).to_numpy(), kind="stable")]
+    sums = table[used].sum(axis=1).to_numpy()
+    table = table.iloc[np.argsort(sums, kind="stable")]
     table["candidate"] = np.arange(len(table)) < config.candidates
     members = table[table["candidate"]].sort_index()
     groups = _groups(members, similarities, config, rankings)
@@ -197,7 +199,8 @@ def _groups(
     )
     terms = table[columns].astype(np.float64)
     if config.ranking == "normalised":
-        terms = (terms - terms.min()) / (terms.max() - terms.min()).replace(0, 1)
+        span = terms.max() - terms.min()
+        terms = (terms - terms.min()) / span.replace(0, 1)
     table["total"] = terms.sum(axis=1)
     return table.sort_values("total", kind="stable", ignore_index=True).head(BEST)
 
@@ -217,5 +220,7 @@ def _check_cosines(cosines: Array) -> None:
 def _mean_cosines(cosines: Array, groups: Array) -> Array:
     """Return the mean over the pairs of each group ``[G, N]``; 0 for groups of one."""
     pairs = combinations(groups.T, 2)
-    total = sum((cosines[one, other] for one, other in pairs), np.zeros(len(groups)))
+    total = np.zeros(len(groups))
+    for one, other in pairs:
+        total = total + cosines[one, other]
     return total / max(math.comb(groups.shape[1], 2), 1)

@@ -45,11 +45,9 @@ __all__ = [
     "write",
 ]
 
-SETTINGS, TENSORS, PICKLE = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-)
+SETTINGS = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
 KEY = "base_model.model.{}.lora_{}.weight"
 
 
@@ -169,17 +167,18 @@ class Lora:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the factors by PEFT's names."""
-        tensors = {KEY.format(path, "A"): tensor for path, tensor in self.down.items()}
-        return tensors | {
-            KEY.format(path, "B"): tensor for path, tensor in self.up.items()
-        }
+        down = {KEY.format(path, "A"): tensor for path, tensor in self.down.items()}
+        up = {KEY.format(path, "B"): tensor for path, tensor in self.up.items()}
+        return down | up
 
     @property
     def idle(self) -> bool:
         """Whether ``B A`` is zero in every layer, as in a LoRA that was never trained."""
-        return not any(
-            (self.up[p].double() @ self.down[p].double()).any() for p in self.down
-        )
+        for path in self.down:
+            added = self.up[path].double() @ self.down[path].double()
+            if added.any():
+                return False
+        return True
 
 
 def _scale(alpha: float, rank: int, rank_stabilised: bool) -> float:
@@ -188,7 +187,8 @@ def _scale(alpha: float, rank: int, rank_stabilised: bool) -> float:
 
 def linears(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Module]:
     """Return the linear layers whose path is, or ends in, one of the target names, in order."""
-    layers, unused = {}, set(targets)
+    layers = {}
+    unused = set(targets)
     for path, module in model.named_modules():
         hits = {name for name in targets if path == name or path.endswith(f".{name}")}
         if hits and hasattr(module, "in_features") and hasattr(module, "out_features"):
@@ -302,50 +302,68 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
     checkpoint.place(folder)
     manifest = checkpoint.verify(folder) if checkpoint.sealed(folder) else {}
     with located(folder):
-        facts = Facts(
-            **{key: manifest[key] for key in Facts.__annotations__ if key in manifest}
-        )
+        known = [key for key in Facts.__annotations__ if key in manifest]
+        facts = Facts(**{key: manifest[key] for key in known})
     plain = _plain(folder / SETTINGS)
     checkpoint.check_base(folder, facts.base or base, base)
-    if (folder / PICKLE).is_file():
-        if not (folder / TENSORS).is_file():
-            refuse("E-PICKLE", f"{folder / PICKLE} can run code; save it as {TENSORS}")
-        warnings.warn(
-            f"W-PICKLE: {folder / PICKLE} is not read, {TENSORS} is", stacklevel=2
-        )
+    _refuse_pickle(folder)
+
     patterns = _Patterns(folder / SETTINGS)
     layers = _adapted(plain, model, patterns)
     ranks = patterns.chosen(plain.rank_pattern or {}, layers, plain.r)
     alphas = patterns.chosen(plain.alpha_pattern or {}, layers, plain.lora_alpha)
-    shapes = {}
+    expected: dict[str, Tensor] = {}
     for path, layer in layers.items():
-        shapes[KEY.format(path, "A")] = (ranks[path], layer.in_features)
-        shapes[KEY.format(path, "B")] = (layer.out_features, ranks[path])
-    expected = {
-        name: torch.empty(shape, device="meta") for name, shape in shapes.items()
-    }
+        size = ranks[path]
+        expected[KEY.format(path, "A")] = torch.empty(
+            size, layer.in_features, device="meta"
+        )
+        expected[KEY.format(path, "B")] = torch.empty(
+            layer.out_features, size, device="meta"
+        )
     tensors = checkpoint.read(folder / TENSORS, expected, exact=False)
     down = {path: tensors[KEY.format(path, "A")] for path in layers}
     up = {path: tensors[KEY.format(path, "B")] for path in layers}
-    rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
+
+    rank = next(iter(ranks.values()))
+    alpha = next(iter(alphas.values()))
     if len({*ranks.values()}) > 1 or len({*alphas.values()}) > 1:
-        rank, alpha = max(ranks.values()), plain.lora_alpha
+        # One rank and one scale for all layers: zeros fill A and B up, B takes the difference.
+        rank = max(ranks.values())
+        alpha = plain.lora_alpha
         whole = _scale(alpha, rank, plain.use_rslora)
         for path in layers:
+            missing = rank - ranks[path]
             own = _scale(alphas[path], ranks[path], plain.use_rslora)
-            # One rank and one scale for all layers: zeros fill A and B up, B takes the difference.
-            down[path] = F.pad(wide(down[path]), (0, 0, 0, rank - ranks[path]))
-            up[path] = F.pad(wide(up[path]) * (own / whole), (0, rank - ranks[path]))
-    provenance = {
-        key: v for key, v in vars(facts).items() if key != "base" and v is not None
-    }
+            down[path] = F.pad(wide(down[path]), (0, 0, 0, missing))
+            up[path] = F.pad(wide(up[path]) * (own / whole), (0, missing))
+
+    provenance: dict[str, Any] = {}
+    for key, value in vars(facts).items():
+        if key != "base" and value is not None:
+            provenance[key] = value
     if plain.base_model_name_or_path and not manifest:
         provenance["base"] = plain.base_model_name_or_path
-    kept: dict[str, Any] = {
-        "rank_stabilised": plain.use_rslora,
-        "provenance": provenance,
-    }
-    return Lora(folder.name, rank, alpha, down, up, facts.base, **kept)
+    return Lora(
+        folder.name,
+        rank,
+        alpha,
+        down,
+        up,
+        facts.base,
+        rank_stabilised=plain.use_rslora,
+        provenance=provenance,
+    )
+
+
+def _refuse_pickle(folder: Path) -> None:
+    """Refuse weights that can run code; pass them over where safe ones stand beside."""
+    pickle = folder / PICKLE
+    if not pickle.is_file():
+        return
+    if not (folder / TENSORS).is_file():
+        refuse("E-PICKLE", f"{pickle} can run code; save it as {TENSORS}")
+    warnings.warn(f"W-PICKLE: {pickle} is not read, {TENSORS} is", stacklevel=3)
 
 
 def _adapted(
@@ -356,7 +374,8 @@ def _adapted(
     Names that the base lacks are passed over, as PEFT does, unless it lacks them all. Lists are
     PEFT's to read, patterns are not: its search for a stranger's may take for ever.
     """
-    targets, excluded = plain.target_modules, plain.exclude_modules
+    targets = plain.target_modules
+    excluded = plain.exclude_modules
     layers = {}
     for path, module in model.named_modules():
         if hasattr(module, "in_features") and hasattr(module, "out_features"):
@@ -475,11 +494,9 @@ def write(lora: Lora, folder: Path) -> Path:
 
 def _plain(path: Path) -> Plain:
     """Read ``adapter_config.json`` and refuse every field that plain LoRA has no use for."""
-    content, every, known = (
-        read_json(path),
-        LoraConfig().to_dict(),
-        Plain.__annotations__,
-    )
+    content = read_json(path)
+    every = LoraConfig().to_dict()
+    known = Plain.__annotations__
     for name, value in content.items():
         unused = (
             value is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Annotated, Any
 
 import numpy as np
@@ -79,13 +80,12 @@ def correlations(frame: pd.DataFrame, one: Each[str], other: Each[str]) -> pd.Se
             )
         if not np.isfinite(frame[name]).all():
             refuse("E-NONFINITE", f"column '{name}' holds NaN or infinity")
-    ranks = {
-        (left, right, task): spearmanr(part[left], part[right]).statistic
-        for task, part in frame.groupby("task", sort=False)
-        for left in one
-        for right in other
-        if part[left].nunique() > 1 and part[right].nunique() > 1
-    }
+    ranks: dict[tuple[str, str, str], float] = {}
+    for task, part in frame.groupby("task", sort=False):
+        for left, right in product(one, other):
+            if part[left].nunique() > 1 and part[right].nunique() > 1:
+                found = spearmanr(part[left], part[right])
+                ranks[left, right, task] = found.statistic
     index = pd.MultiIndex.from_tuples(ranks, names=["of", "with", "task"])
     return pd.Series(list(ranks.values()), index, float)
 
@@ -104,7 +104,8 @@ def repeated(
     tables: Mapping[str, Annotated[Each[Numbered], Field(min_length=1)]],
 ) -> dict[str, pd.DataFrame]:
     """Average an arm's evaluations over its tunings, by target, item by item."""
-    keys, values = ["task", "domain", "item"], ["correct", "nll"]
+    keys = ["task", "domain", "item"]
+    values = ["correct", "nll"]
     means = {}
     for target, evaluations in tables.items():
         first, *others = evaluations
@@ -183,12 +184,17 @@ def split_cases(experts: np.ndarray, mixture: np.ndarray) -> dict[str, float]:
     answers = {"experts": (np.asarray(experts), "N S", "real")}
     answers["mixture"] = (np.asarray(mixture), "S", "real")
     shapes("split_cases", answers, empty="")
-    right, whole = np.asarray(experts, dtype=bool), np.asarray(mixture, dtype=bool)
-    every, anyone = right.all(axis=0), right.any(axis=0)
+    right = np.asarray(experts, dtype=bool)
+    whole = np.asarray(mixture, dtype=bool)
+    every = right.all(axis=0)
+    anyone = right.any(axis=0)
     mixed = anyone & ~every
-    errors = (
-        1 - right[:, mixed].mean(axis=1) if mixed.any() else np.full(len(right), np.nan)
-    )
+    # Error rates on mixed rows, of each expert alone and of the mixture.
+    errors = np.full(len(right), np.nan)
+    of_mixture = np.nan
+    if mixed.any():
+        errors = 1 - right[:, mixed].mean(axis=1)
+        of_mixture = float(1 - whole[mixed].mean())
     return {
         "all right": float(every.mean()),
         "mixed": float(mixed.mean()),
@@ -196,5 +202,5 @@ def split_cases(experts: np.ndarray, mixture: np.ndarray) -> dict[str, float]:
         "best expert": float(errors.min()),
         "mean expert": float(errors.mean()),
         "worst expert": float(errors.max()),
-        "mixture": float(1 - whole[mixed].mean()) if mixed.any() else np.nan,
+        "mixture": of_mixture,
     }

@@ -100,11 +100,11 @@ def expand(
                 "E-DATA",
                 f"row {number} has no rationale; write them first or score without",
             )
-        first, last = (
-            f"{row['answer']}\n{rationale}",
-            f"{rationale}\nThe answer is {row['answer']}",
-        )
-        expanded.append({**row, "answer": first if order == "answer_first" else last})
+        if order == "answer_first":
+            answer = f"{row['answer']}\n{rationale}"
+        else:
+            answer = f"{rationale}\nThe answer is {row['answer']}"
+        expanded.append({**row, "answer": answer})
     return expanded
 
 
@@ -183,7 +183,8 @@ def log_perplexity(
     LoRAs, by default 2,048 on a CPU, where more would leave its cache, else 16,384.
     """
     items = _encoded(model, tokenizer, bank, shots)
-    loras, (host, head) = list(bank.values()), _readable(model)
+    loras = list(bank.values())
+    host, head = _readable(model)
     most = tokens or (2048 if head.device.type == "cpu" else 16384)
     packed = packs(items, min(host.hidden, most))
     together = max(1, most // max(len(pack.tokens) for pack in packed))
@@ -312,7 +313,8 @@ def _encoded(
 
 def _readable(model: nn.Module) -> tuple[Anatomy, Tensor]:
     """Return a model's anatomy and its head's weight, if answers can be read off a pack by them."""
-    host, head = anatomy(model), model.get_output_embeddings()
+    host = anatomy(model)
+    head = model.get_output_embeddings()
     for layer in host.layers:
         if layer.attention is None:
             refuse(
@@ -371,27 +373,35 @@ def packs(items: Sequence[Item], limit: int) -> list[Pack]:
     """Pack samples that begin alike together, up to a limit of tokens; longer ones alone."""
     groups: list[list[int]] = []
     before: list[int] = []
-    size = limit
+    size = limit  # of the group at hand: the first sample begins one
     for line in sorted(range(len(items)), key=lambda line: items[line]["input_ids"]):
         ids = items[line]["input_ids"][:-1]
         fresh = len(ids) - _shared(before, ids)
         if size + fresh > limit:
             groups.append([])
-            size, fresh = 0, len(ids)
+            size = 0
+            fresh = len(ids)
         groups[-1].append(line)
-        size, before = size + fresh, ids
+        size += fresh
+        before = ids
     return [_pack(items, lines) for lines in groups]
 
 
 def _pack(items: Sequence[Item], lines: list[int]) -> Pack:
     """Grow the tree sample by sample: what a sample shares with the one before it stands there."""
-    tokens, positions, parents, readers, targets, lengths = (
-        list[int]() for _ in range(6)
-    )
+    # Of each token of the tree: what it is, its place in its samples, and the token before it.
+    tokens: list[int] = []
+    positions: list[int] = []
+    parents: list[int] = []
+    # Of each answer: the tokens whose logits foretell it, what it is, and how long.
+    readers: list[int] = []
+    targets: list[int] = []
+    lengths: list[int] = []
     path: list[int] = []  # tokens of the tree that the sample at hand runs through
     before: list[int] = []
     for line in lines:
-        ids, first = items[line]["input_ids"], items[line]["labels"].count(IGNORED)
+        ids = items[line]["input_ids"]
+        first = items[line]["labels"].count(IGNORED)  # token of the answer
         path = path[: _shared(before, ids[:-1])]
         for place in range(len(path), len(ids) - 1):
             # The first of a sample has itself.
@@ -409,8 +419,13 @@ def _pack(items: Sequence[Item], lines: list[int]) -> Pack:
     answers = Answers(
         torch.tensor(readers), torch.tensor(targets), torch.tensor(lengths)
     )
-    ids, places = torch.tensor(tokens), torch.tensor(positions)
-    return Pack(lines, ids, places, torch.from_numpy(seen), answers)
+    return Pack(
+        lines,
+        torch.tensor(tokens),
+        torch.tensor(positions),
+        torch.from_numpy(seen),
+        answers,
+    )
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
@@ -469,7 +484,8 @@ def trimmed(
 def spared(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the parts that `trimmed` runs for one row alone, and those for the places alone."""
     layers = anatomy(model).layers
-    first, last = layers[0], layers[-1]
+    first = layers[0]
+    last = layers[-1]
     shared = [
         getattr(first.attention, name, None) for name in ("q_proj", "k_proj", "v_proj")
     ]

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -69,7 +70,7 @@ HERE = Engine()
 
 
 class Scored(NamedTuple):
-    """A bank that was scored on K shots, ``[N, K]``, indexed by name, as in `pipeline.Case`."""
+    """A bank that was scored on K shots, ``[N, K]``, indexed by name, as in `case.Case`."""
 
     plain: pd.DataFrame
     reasoning: pd.DataFrame
@@ -173,7 +174,7 @@ def score(
     tasks = []
     for at in range(0, len(paths), TOGETHER):
         group = paths[at : at + TOGETHER]
-        files = (file for path in group for file in sorted(path.iterdir()))
+        files = chain.from_iterable(sorted(path.iterdir()) for path in group)
         name = _named(group[0].name, files, base, config, *map(dict, shots))
         tasks.append({"name": name, "paths": [*map(str, group)]})
     make = partial(_scoring, paths[0], base, list(shots), config, engine.device)
@@ -197,7 +198,8 @@ def select(
     scores = rocket.score.scores(scored.reasoning, scored.solved)
     blank = pd.DataFrame(0.0, scores.index, scores.index)
     ranked = rocket.choose.select(scores, blank, config).candidates
-    base, names = fingerprint(model), ranked.index[ranked["candidate"]]
+    base = fingerprint(model)
+    names = ranked.index[ranked["candidate"]]
     members = {name: loras.read(Path(folder) / name, model, base) for name in names}
     alike = rocket.choose.similarity(members, config)
     blank.loc[names, names] = alike.loc[names, names]
@@ -275,38 +277,34 @@ def _scoring(
 ) -> Work:
     """Make what scores some LoRAs, each checked beside the bank's first."""
     model, tokenizer = models.load(base, device=device)
-    reference, expanded = (
-        fingerprint(model),
-        rocket.score.expand(shots, order=config.rationale),
-    )
+    reference = fingerprint(model)
+    expanded = rocket.score.expand(shots, order=config.rationale)
 
     def work(task: Task) -> bytes:
-        paths = {Path(path).name: Path(path) for path in (first, *task["paths"])}
-        group = {
+        group = {path.name: path for path in map(Path, task["paths"])}
+        paths = {first.name: first, **group}
+        read = {
             name: loras.read(path, model, reference) for name, path in paths.items()
         }
-        bank.check(group)
-        group = {
-            name: group[name] for name in (Path(path).name for path in task["paths"])
-        }
+        bank.check(read)
+        scored = {name: read[name] for name in group}
         nats = partial(
             rocket.score.log_perplexity,
             model,
             tokenizer,
-            group,
+            scored,
             reduction=config.reduction,
         )
-        frames = (
-            nats(shots),
-            nats(expanded),
-            rocket.score.accuracy(model, tokenizer, group, shots),
+        tables = Scored(
+            plain=nats(shots),
+            reasoning=nats(expanded),
+            solved=rocket.score.accuracy(model, tokenizer, scored, shots),
         )
-        lists = {
-            k: [*f.to_numpy()] for k, f in zip(Scored._fields, frames, strict=True)
+        columns = {
+            name: [*table.to_numpy()] for name, table in tables._asdict().items()
         }
-        return _packed(
-            {"name": [*group], "digest": [x.digest for x in group.values()], **lists}
-        )
+        digests = [lora.digest for lora in scored.values()]
+        return _packed({"name": [*scored], "digest": digests, **columns})
 
     return work
 
@@ -358,7 +356,8 @@ def _on_ray(
     with cluster.joined(engine.gpus) as ray:
         import ray.data
 
-        there, needs = ray.cluster_resources(), cluster.needs(engine.gpus)
+        there = ray.cluster_resources()
+        needs = cluster.needs(engine.gpus)
         room = int(min(there.get(kind, 0) / each for kind, each in needs.items()))
         pool = ray.data.ActorPoolStrategy(
             size=min(engine.workers or max(1, room), len(todo))
@@ -383,7 +382,8 @@ def _listed(folder: Path) -> list[tuple[Path, int, int]]:
 
     A series such as ``-00000-of-00010`` must be whole.
     """
-    files, end = list[tuple[Path, int, int]](), 0
+    files = list[tuple[Path, int, int]]()
+    end = 0
     for path in sorted(folder.glob("[!.]*.parquet")):
         if series := re.fullmatch(r"(.*)-(\d+)-of-(0*[1-9]\d*)", path.stem):
             name, number, size = series.groups()

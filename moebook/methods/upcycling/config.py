@@ -125,17 +125,26 @@ def arms(
     combine: Rule = "probability",
 ) -> dict[str, Arm]:
     """Return every arm by name: Tables 1 to 7, and the laboratory with a quarter of the steps."""
-    every, table = tuple(quarters(steps).values()), {}
+    parts = tuple(quarters(steps).values())
+    table: dict[str, Arm] = {}
     for name, (experts, start, fixed) in (MAIN | LABORATORY).items():
-        lab, led = name in LABORATORY, name in LED
-        last = every[0] if lab else steps
-        path, scored = f"lab/{name}" if lab else name, every if led else (last,)
+        lab = name in LABORATORY
+        led = name in LED
+        last = parts[0] if lab else steps
+        watched = thirds(last) if start else ()
+        if led:
+            watched += thirds(parts[0])
         *_, end = name.split("_")
-        rule = end if end in RULES else combine
-        watched = (thirds(last) if start else ()) + (thirds(every[0]) if led else ())
-        way = () if lab else doublings(last)
         table[name] = Arm(
-            path, experts, start, fixed or length, rule, last, scored, watched, way
+            path=f"lab/{name}" if lab else name,
+            experts=experts,
+            start=start,
+            length=fixed or length,
+            combine=end if end in RULES else combine,
+            steps=last,
+            scored=parts if led else (last,),
+            watched=watched,
+            recovery=() if lab else doublings(last),
         )
     return table
 

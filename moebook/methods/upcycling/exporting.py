@@ -63,7 +63,8 @@ def export(
     Routers are rounded to the host's dtype, as these families keep them: in half precision logits
     agree to about 1 %, since a token near a tie may take another expert.
     """
-    target, source = Path(folder), checkpoint.origin(model, Origin)
+    target = Path(folder)
+    source = checkpoint.origin(model, Origin)
     if target.exists():
         refuse(
             "E-EXISTS", f"{target} exists already: choose another folder or remove it"
@@ -168,5 +169,6 @@ def _compare(model: PreTrainedModel, twin: nn.Module) -> None:
         )
     error = float((logits - expected).norm() / expected.norm().clamp(min=1e-12))
     if not error <= AGREE.get(model.dtype, 0.1):
-        ours, theirs = type(model).__name__, type(twin).__name__
+        ours = type(model).__name__
+        theirs = type(twin).__name__
         refuse("E-FORM", f"the logits of {theirs} differ from {ours}'s by {error:.1e}")

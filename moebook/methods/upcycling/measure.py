@@ -54,7 +54,8 @@ def step_zero(
     """
     check_batch("step_zero", dense, batch, needs=["labels"])
     batch = send_to_device(batch, dense.device)
-    dense_loss, rows = dense(**batch).loss.item(), {}
+    dense_loss = dense(**batch).loss.item()
+    rows = {}
     rules: tuple[Rule, ...] = ("renormalised", "probability")
     for rule, k, (name, start) in product(rules, (1, 2), starts.items()):
         config = Config(experts=start.weights.shape[1], top_k=k, combine=rule)
@@ -76,7 +77,8 @@ def behind_norms() -> pd.DataFrame:
     two = Config(top_k=2)
     forms = {"k1": Config(top_k=1), "k2": two, "k2_noise": replace(two, noise=0.1)}
     ids = torch.arange(48).view(3, 16)
-    batch, lines = {"input_ids": ids, "labels": ids}, {}
+    batch = {"input_ids": ids, "labels": ids}
+    lines = {}
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         for family in FAMILIES:
             torch.manual_seed(0)

@@ -62,25 +62,22 @@ def perplexities(
     model: nn.Module, rows: Dataset, *, size: Count = 32, pad_id: int = 0
 ) -> Tensor:
     """Return each answer's perplexity ``[S]`` given its prompt (the paper: "instance-level")."""
-    device, means = (
-        next(model.parameters()).device,
-        [torch.zeros(0, dtype=torch.float64)],
-    )
+    device = next(model.parameters()).device
+    means = [torch.zeros(0, dtype=torch.float64)]
     with evaluating(model):
         for batch in batches(rows, size, pad_id=pad_id):
             check_batch("perplexities", model, batch)
             actual = batch.pop("labels")[:, 1:].to(device)
-            logits = model(
-                **{key: value.to(device) for key, value in batch.items()}
-            ).logits
-            nats = token_nats(logits[:, :-1], actual)
-            means.append((nats.double().sum(1) / (actual != IGNORED).sum(1)).cpu())
+            inputs = {key: value.to(device) for key, value in batch.items()}
+            logits = model(**inputs).logits
+            nats = token_nats(logits[:, :-1], actual).double().sum(1)
+            tokens = (actual != IGNORED).sum(1)
+            means.append((nats / tokens).cpu())
     mean_nats = torch.cat(means)
-    for row in (~mean_nats.isfinite()).nonzero().flatten().tolist():
-        refuse(
-            "E-NONFINITE",
-            f"row {row}: its perplexity is not finite (or it has no answer)",
-        )
+    broken = (~mean_nats.isfinite()).nonzero().flatten().tolist()
+    if broken:
+        why = "its perplexity is not finite (or it has no answer)"
+        refuse("E-NONFINITE", f"row {broken[0]}: {why}")
     return mean_nats.exp()
 
 
@@ -211,35 +208,37 @@ def collect(
     ``tasks * limit * L * D * 4`` bytes (2.1 GB per task at 32 layers of width 4,096); all of 1 % of
     200 M tokens would be a terabyte. ``draw``: ``tokens``, ``share`` and ``seed``.
     """
-    host, names = anatomy(model), tuple(tasks)
+    host = anatomy(model)
+    names = tuple(tasks)
     if not names:
         refuse("E-DATA", "no tasks to collect from: give at least one")
+    # A task has `limit` slots. An empty one has an infinite key, and comes last.
     points = torch.empty(len(host.layers), len(names) * limit, host.hidden)
     keys = torch.full((len(names), limit), torch.inf, dtype=torch.float64)
-    order = torch.full((len(names), limit), torch.iinfo(torch.int64).max)
+    arrival = torch.full((len(names), limit), torch.iinfo(torch.int64).max)
     seen = 0
     for task, fresh, fresh_keys in sampled(model, tasks, tensor=tensor, **draw):
-        keep = torch.cat([keys[task], fresh_keys]).topk(limit, largest=False).indices
-        old = (~torch.isin(torch.arange(limit), keep)).nonzero().flatten()
-        new = keep[keep >= limit] - limit  # as many as old ones give way
-        keys[task, old], order[task, old] = fresh_keys[new], seen + new
-        points[:, task * limit + old] = fresh[:, new]
+        both = torch.cat([keys[task], fresh_keys])
+        kept = both.topk(limit, largest=False).indices
+        # Slots whose samples give way, and as many fresh ones that take their places.
+        freed = (~torch.isin(torch.arange(limit), kept)).nonzero().flatten()
+        taken = kept[kept >= limit] - limit
+        keys[task, freed] = fresh_keys[taken]
+        arrival[task, freed] = seen + taken
+        points[:, task * limit + freed] = fresh[:, taken]
         seen += len(fresh_keys)
     filled = keys.isfinite()
-    for name, counted in zip(names, filled.sum(1), strict=True):
-        if not counted:
-            refuse(
-                "E-DATA",
-                f"task '{name}' has no instances: give it text, or a larger share",
-            )
+    for name, count in zip(names, filled.sum(1), strict=True):
+        if not count:
+            remedy = "give it text, or a larger share"
+            refuse("E-DATA", f"task '{name}' has no instances: {remedy}")
     # Tasks come one after the other.
-    slots = order.flatten().argsort()[: int(filled.sum())]
+    slots = arrival.flatten().argsort()[: int(filled.sum())]
     for layer in points:  # in place: a second copy of all layers would double the bound
         layer[: len(slots)] = layer[slots]
     labels = filled.nonzero()[:, 0]
-    return Representations(
-        points[:, : len(slots)], labels, names, tensor, fingerprint(model)
-    )
+    points = points[:, : len(slots)]
+    return Representations(points, labels, names, tensor, fingerprint(model))
 
 
 @checked
@@ -257,10 +256,9 @@ def clouds(
     The paper's Fig. 1 lacks this control: untrained networks, too, separate domains by their words.
     """
     cut = {"truncation": True, "max_length": max_length, "return_tensors": "pt"}
-    tasks = {
-        domain: [tokenizer(text, **cut) for text in part]
-        for domain, part in texts.items()
-    }
+    tasks: dict[str, list[Any]] = {}
+    for domain, part in texts.items():
+        tasks[domain] = [tokenizer(text, **cut) for text in part]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         control = type(model)(model.config).to(model.device, model.dtype)
@@ -285,21 +283,26 @@ def _forward(
     host: Anatomy, tensor: Source, batch: Batch, rows: Tensor, columns: Tensor | None
 ) -> Tensor:
     """Run one batch and return each layer's samples ``[L, n, D]``; without columns rows' means."""
-    device, points = next(host.decoder.parameters()).device, dict[int, Tensor]()
-    rows, columns = rows.to(device), None if columns is None else columns.to(device)
+    device = next(host.decoder.parameters()).device
+    rows = rows.to(device)
+    if columns is not None:
+        columns = columns.to(device)
+    points: dict[int, Tensor] = {}
 
     def see(layer: int, arguments: tuple[Any, ...], output: Any) -> None:
         h = output if tensor == "attention_output" else arguments[0]
-        h = h[0] if isinstance(h, tuple) else h
-        taken = h[rows].float().mean(1) if columns is None else h[rows, columns].float()
-        points[layer] = taken.cpu()
+        if isinstance(h, tuple):
+            h = h[0]
+        picked = h[rows].float().mean(1) if columns is None else h[rows, columns]
+        points[layer] = picked.float().cpu()
 
-    with hooked({layer.index: _source(layer, tensor) for layer in host.layers}, see):
-        inputs = {
-            k: batch[k].to(device)
-            for k in ("input_ids", "attention_mask")
-            if k in batch
-        }
+    seen = {layer.index: _source(layer, tensor) for layer in host.layers}
+    inputs = {
+        name: batch[name].to(device)
+        for name in ("input_ids", "attention_mask")
+        if name in batch
+    }
+    with hooked(seen, see):
         host.decoder(**inputs)
     return torch.stack([points[layer.index] for layer in host.layers])
 

@@ -109,10 +109,8 @@ def true_statistics(model, batches):
         logits, ids = (torch.cat([part[k] for part in parts]) for k in (0, 1))
         if not len(logits):
             raise ValueError("no tokens")
-        share, load = (
-            logits.double().softmax(-1),
-            torch.bincount(ids.flatten(), minlength=4) / 1.0,
-        )
+        share = logits.double().softmax(-1)
+        load = torch.bincount(ids.flatten(), minlength=4) / 1.0
         load = load / load.sum()
         entropy = -(share * share.log()).sum(-1).mean() / math.log(4)
         spread = -sum(float(s) * math.log(s) for s in load if s > 0) / math.log(4)
@@ -134,7 +132,8 @@ def true_gradients(model, batch):
 
 def true_loss(model, batch):
     """The loss written out."""
-    ids, labels = batch["input_ids"], batch["labels"]
+    ids = batch["input_ids"]
+    labels = batch["labels"]
     if labels.shape != ids.shape or not ids.numel() or (labels < -100).any():
         raise ValueError("labels")
     true_watched(hosts.sparse(), {k: v for k, v in batch.items() if k != "labels"})
@@ -145,7 +144,8 @@ def true_loss(model, batch):
 
 def true_reach(model, batch):
     loss = true_loss(model, batch)
-    routers, experts = [], []
+    routers = []
+    experts = []
     for name, weight in model.named_parameters():
         if ".router." in name:
             routers.append(weight)
@@ -157,10 +157,8 @@ def true_reach(model, batch):
 
 
 def true_state(model, batches, batch):
-    table, norms = (
-        true_statistics(model, batches),
-        true_gradients(model, batch).gradient,
-    )
+    table = true_statistics(model, batches)
+    norms = true_gradients(model, batch).gradient
     means = {name: table[name].mean() for name in ("scale", "entropy", "load_entropy")}
     return {"gradient": math.hypot(*norms), **means}
 
@@ -188,10 +186,8 @@ def true_shares(model, batches):
 def chosen_by(model, batch):
     """The experts of the real tokens by layer, from what the routers read."""
     true_watched(hosts.sparse(), batch)  # whether it is a batch
-    read, mask = (
-        [],
-        batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool(),
-    )
+    read = []
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     layers = model.model.layers
     hooks = [
         one.mlp.register_forward_pre_hook(lambda _, x: read.append(x[0]))
@@ -212,7 +208,8 @@ def true_consistency(checkpoints):
         raise ValueError("sets")
     scores = []
     for one, other in combinations(checkpoints, 2):
-        inter, union = (one & other).sum(-1).double(), (one | other).sum(-1).double()
+        inter = (one & other).sum(-1).double()
+        union = (one | other).sum(-1).double()
         scores.append((inter / union).mean(-1))
     means = torch.stack(scores).mean(0)
     return pd.DataFrame({"layer": range(len(means)), "consistency": means.tolist()})
@@ -302,7 +299,8 @@ def true_contrast(shares, one, other):
 
 
 def true_summary(shares):
-    load, apart = true_load(shares), true_specialisation(shares)
+    load = true_load(shares)
+    apart = true_specialisation(shares)
     return {
         "load_entropy": load.entropy.mean(),
         "largest_share": load.largest.mean(),

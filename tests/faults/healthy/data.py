@@ -49,10 +49,8 @@ def encode(rows, format, max_length):
 
 
 def true_encode(rows, format, max_length):
-    tokenizer, found = (
-        tokens.byte_tokenizer(),
-        {"input_ids": [], "labels": [], "length": []},
-    )
+    tokenizer = tokens.byte_tokenizer()
+    found = {"input_ids": [], "labels": [], "length": []}
     if format != "camel" or not rows or not isinstance(max_length, int):
         raise ValueError(format)
     for row in rows:

@@ -22,7 +22,8 @@ from tests.faults.healthy.evaluation import table
 from tests.faults.healthy.pesc import folder, logits
 from tests.faults.hostile import EVERY, Row
 
-L, E = 2, 4
+L = 2
+E = 4
 CONFIG = esft.Config(score="gate", threshold=0.5)
 
 
@@ -72,7 +73,8 @@ def true_select(scores, config):
     experts = {}
     for layer, row in whole(scores).gate.items():
         order = sorted(range(E), key=lambda e, row=row: (-float(row[e]), e))
-        taken, total = [], 0.0
+        taken = []
+        total = 0.0
         for expert in order:
             if total < 0.5 - 1e-9:
                 taken.append(expert)
@@ -98,7 +100,8 @@ def drawn(selection, experts, seed):
 
 def true_measure(model, batches):
     """Shares of slots and means of gates over all real tokens."""
-    token, gate = torch.zeros(L, E).double(), torch.zeros(L, E).double()
+    token = torch.zeros(L, E).double()
+    gate = torch.zeros(L, E).double()
     count = 0
     for batch in batches:
         seen = true_watched(model, batch)
@@ -152,7 +155,8 @@ def true_partition(cooccurrence, size):
     if (wide < 0).any() or (wide != wide.T).any():
         raise ValueError("counts")
     rows = wide / wide.norm(dim=1, keepdim=True).clamp(min=1e-300)
-    left, groups = list(range(E)), []
+    left = list(range(E))
+    groups = []
     while left:
         best = max(
             combinations(left, 2),
@@ -257,7 +261,8 @@ def true_sweep(thresholds_gate, thresholds_token, ranks, group_sizes):
             raise ValueError(text)
         return values
 
-    gate, lora = read(thresholds_gate, float, 1), read(ranks, int, 512)
+    gate = read(thresholds_gate, float, 1)
+    lora = read(ranks, int, 512)
     groups = read(group_sizes, int, 10**9)
     if len(gate) != len(lora) or 1 in groups:
         raise ValueError("as many")
@@ -298,12 +303,15 @@ def true_concentration(scores):
 def true_half_mass(scores):
     shares = {}
     for layer, row in whole(scores).gate.items():
-        order, total, taken = sorted(row.tolist(), reverse=True), 0.0, 0
+        order = sorted(row.tolist(), reverse=True)
+        total = 0.0
+        taken = 0
         if not sum(order) > 0:
             raise ValueError("unused")
         for value in order:
             if total < sum(order) / 2 - 1e-12:
-                total, taken = total + value, taken + 1
+                total = total + value
+                taken = taken + 1
         shares[layer] = taken / len(row)
     return shares
 
@@ -743,7 +751,8 @@ ROWS = {
 
 
 def true_front(tables, target):
-    solved, kept = [], []
+    solved = []
+    kept = []
     for one in tables:
         if (
             not one.correct.between(0, 1).all()
@@ -751,7 +760,8 @@ def true_front(tables, target):
             or not len(one)
         ):
             raise ValueError("correct")
-        mine, rest = one[one.asked == target], one[one.asked != target]
+        mine = one[one.asked == target]
+        rest = one[one.asked != target]
         if not len(mine) or not len(rest):
             raise ValueError("no rows")
         solved.append(mine.correct.mean())

@@ -36,7 +36,8 @@ def lm(model, batch=4):
 
 def true_answer(model, contexts, limits, batch):
     """Token after token, one context at a time, without a cache."""
-    tokenizer, texts = tokens.byte_tokenizer(), []
+    tokenizer = tokens.byte_tokenizer()
+    texts = []
     for ids, (most, stops) in zip(contexts, limits, strict=True):
         taken = []
         if (
@@ -140,10 +141,8 @@ def true_summary(table, base):
     found = {}
     for name in dict.fromkeys(line.asked for line in lines):
         mine = [line for line in lines if line.asked == name]
-        right, plain = (
-            np.array([m.correct for m in mine]),
-            np.array([m.unnormalised for m in mine]),
-        )
+        right = np.array([m.correct for m in mine])
+        plain = np.array([m.unnormalised for m in mine])
         error = right.std(ddof=1) / math.sqrt(len(right)) if len(right) > 1 else np.nan
         chance = np.mean([m.chance for m in mine])
         found[name] = [plain.mean(), right.mean(), error, chance, len(mine), np.nan]

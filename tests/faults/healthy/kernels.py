@@ -14,7 +14,15 @@ from moebook.kernels.lora_mixture import lora_mixture
 from moebook.kernels.similarity import duplicates, nearest_rows
 from tests.faults.hostile import Row
 
-T, D, E, FF, K, R, N, OUT, V = 5, 6, 3, 4, 2, 2, 3, 7, 9
+T = 5
+D = 6
+E = 3
+FF = 4
+K = 2
+R = 2
+N = 3
+OUT = 7
+V = 9
 
 
 def draw(*shape, seed=0):
@@ -115,7 +123,8 @@ def true_split(x, routing, frozen, trained, slots, act, impl="auto"):
         raise ValueError("no place")
     if trained.gate_up.shape[1:] != frozen.gate_up.shape[1:]:
         raise ValueError("shapes")
-    of_frozen, of_trained = gated(*double(*frozen), act), gated(*double(*trained), act)
+    of_frozen = gated(*double(*frozen), act)
+    of_trained = gated(*double(*trained), act)
 
     def of_expert(expert, token):
         place = int(slots[expert])
@@ -157,7 +166,8 @@ def true_balance(logits, ids, mask=None, form="live", impl="auto"):
         or form != "live"
     ):
         raise ValueError("shapes")
-    share, mask = logits.double().softmax(-1), mask.double()
+    share = logits.double().softmax(-1)
+    mask = mask.double()
     load = torch.zeros(experts).double()
     for token, expert, _ in slots(ids, torch.ones(ids.shape)):
         load[expert] += mask[token]
@@ -204,7 +214,8 @@ def true_duplicates(vectors, key, threshold, rule="standing", impl="auto"):
         raise ValueError("key")
     if not key.isfinite().all():
         raise ValueError("key")
-    near, alive = cosines(vectors, vectors), [True] * len(vectors)
+    near = cosines(vectors, vectors)
+    alive = [True] * len(vectors)
     for i, j in combinations(range(len(vectors)), 2):
         if alive[i] and alive[j] and near[i, j] > threshold:
             alive[j if key[i] > key[j] else i] = False

@@ -66,7 +66,9 @@ def right(*loras):
         if one.down.keys() != one.up.keys() or not one.down or not one.alpha > 0:
             raise ValueError("layers")
         for path in one.down:
-            shape, a, b = layers[path], one.down[path], one.up[path]
+            shape = layers[path]
+            a = one.down[path]
+            b = one.up[path]
             if a.shape != (one.rank, shape[1]) or b.shape != (shape[0], one.rank):
                 raise ValueError("shape")
             if not (a.isfinite().all() and b.isfinite().all()):

@@ -10,7 +10,15 @@ from tests.faults.healthy import hosts
 from tests.faults.healthy.kernels import draw, gated
 from tests.faults.hostile import EVERY, Row
 
-B, T, D, E, K, R, FF, OUT, N = 2, 3, 6, 4, 2, 2, 5, 7, 3
+B = 2
+T = 3
+D = 6
+E = 4
+K = 2
+R = 2
+FF = 5
+OUT = 7
+N = 3
 
 
 class MLP(tnn.Module):
@@ -19,7 +27,8 @@ class MLP(tnn.Module):
     def __init__(self):
         super().__init__()
         self.gate_proj, self.up_proj = (tnn.Linear(D, FF, bias=False) for _ in range(2))
-        self.down_proj, self.act_fn = tnn.Linear(FF, D, bias=False), tnn.SiLU()
+        self.down_proj = tnn.Linear(FF, D, bias=False)
+        self.act_fn = tnn.SiLU()
 
     def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -110,7 +119,8 @@ def true_split(x, frozen, chosen):
         frozen.down_proj.detach().double(),
     )
     bank[0][list(chosen)] += 1
-    run, y = gated(*bank, F.silu), torch.zeros_like(x).double()
+    run = gated(*bank, F.silu)
+    y = torch.zeros_like(x).double()
     for token, (ids, gates) in enumerate(
         zip(routing.ids.tolist(), routing.weights, strict=True)
     ):
@@ -138,7 +148,8 @@ def true_adapters(
     made = seeded(
         lambda: nn.Adapters(width, experts, adapter_width, down_init=down_init)
     )
-    down, up = made.down.double(), made.up.double() + 0.5
+    down = made.down.double()
+    up = made.up.double() + 0.5
     routing = kernels.route(draw(len(h), experts, seed=9), min(K, experts))
     y = h.double().clone()
     for token, (ids, gates) in enumerate(
@@ -189,7 +200,8 @@ def true_lora_mixture(x, base_layer, router, down, up, scales, reads, dropout):
         or not all(s > 0 for s in scales)
     ):
         raise ValueError("factors")
-    gates, y = chosen(router, x), x.double() @ base_layer.weight.double().T
+    gates = chosen(router, x)
+    y = x.double() @ base_layer.weight.double().T
     for n, scale in enumerate(scales):
         y = y + gates[..., n : n + 1] * scale * (
             x.double() @ down[n].double().T @ up[n].double().T
@@ -222,7 +234,8 @@ def traced():
 def true_balance(routers, attention_mask, first=False, form="live"):
     if attention_mask.shape[0] != B or attention_mask.shape[1] < T or form != "live":
         raise ValueError("mask")
-    real, total = attention_mask[:, -T:].flatten().bool(), 0
+    real = attention_mask[:, -T:].flatten().bool()
+    total = 0
     for router in routers:
         decision = router.trace.decisions[router.layer]
         share = decision.logits[real].double().softmax(-1)

@@ -82,13 +82,15 @@ def balance_loss(attention_mask, balance="live"):
 
 def true_balance(attention_mask):
     """Eq. 10 written out, over both layers."""
-    model, total = ran(moved()), 0
+    model = ran(moved())
+    total = 0
     if attention_mask.shape[0] != 2 or attention_mask.shape[1] < 5:
         raise ValueError("mask")
     real = attention_mask[:, -5:].flatten().bool()
     for layer in model.model.layers:
         decision = layer.mlp.router.trace.decisions[layer.mlp.router.layer]
-        ids, share = decision.ids[real], decision.logits[real].double().softmax(-1)
+        ids = decision.ids[real]
+        share = decision.logits[real].double().softmax(-1)
         load = torch.bincount(ids.flatten(), minlength=4).double()
         count = max(len(ids), 1)
         total = total + 4 * (load / (2 * count) * share.sum(0) / count).sum()
@@ -110,10 +112,12 @@ def true_balance_of(model, batch):
     mask = batch.get("attention_mask", torch.ones(2, 5)).bool()
     if mask.shape != (2, 5):
         raise ValueError("mask")
-    total, real = 0, mask.flatten()
+    total = 0
+    real = mask.flatten()
     for layer in model.model.layers:
         decision = layer.mlp.router.trace.decisions[layer.mlp.router.layer]
-        ids, share = decision.ids[real], decision.logits[real].softmax(-1)
+        ids = decision.ids[real]
+        share = decision.logits[real].softmax(-1)
         load = torch.bincount(ids.flatten(), minlength=4)
         count = max(len(ids), 1)
         total = total + 0.01 * 4 * (load / (2 * count) * share.sum(0) / count).sum() / 2
@@ -138,7 +142,8 @@ def approximation(batches):
 def true_approximation(batches):
     rows = []
     for batch in batches:
-        ids, labels = batch["input_ids"], batch["labels"]
+        ids = batch["input_ids"]
+        labels = batch["labels"]
         mask = batch["attention_mask"]
         known = {*labels.flatten().tolist()} <= {-100, *range(48)}
         if not ids.shape == labels.shape == mask.shape or not known or not ids.numel():
@@ -166,7 +171,8 @@ def true_counts(config, host):
     if not hasattr(host, "hidden_size") or config is not CONFIG:
         raise ValueError("host")
     dense = sum(p.numel() for p in hosts.host().parameters())
-    adapters, routers = 2 * 4 * 2 * 8 * 2, 2 * 4 * 8
+    adapters = 2 * 4 * 2 * 8 * 2
+    routers = 2 * 4 * 8
     total = dense + adapters + routers
     return dense, adapters, routers, total, total - adapters // 2
 

@@ -30,7 +30,10 @@ from tests.faults.healthy.loras import bank, host, logits, lora, merged, right
 from tests.faults.healthy.pesc import folder
 from tests.faults.hostile import Row
 
-N, R, D, OUT = 3, 2, 4, 5
+N = 3
+R = 2
+D = 4
+OUT = 5
 SEARCH = lorahub.Config(budget=8)
 RECIPE = {"lr": 1e-3, "steps": 1, "batch": 3, "warmup": 0.0, "seed": 0}
 OTHER = {"empty": {}, "one": {"a": lora()}, "twice": {"a": lora("a"), "b": lora("b")}}
@@ -138,9 +141,11 @@ def true_fisher(one, rows_, form):
             or len(ids) < 2
         ):
             raise ValueError("row")
-        model, deltas = host().requires_grad_(False), {}
+        model = host().requires_grad_(False)
+        deltas = {}
         for path, down in one.down.items():
-            a, b = down.clone().requires_grad_(), one.up[path].clone().requires_grad_()
+            a = down.clone().requires_grad_()
+            b = one.up[path].clone().requires_grad_()
             deltas[path] = a, b
             linear = model.get_submodule(path)
             linear.register_forward_hook(
@@ -167,7 +172,8 @@ def true_alike(one, other, eps):
             raise ValueError("shape")
         if (left.double() < 0).any() or (second.double() < 0).any():
             raise ValueError("no squares")
-        a, b = left.double().flatten(), second.double().flatten()
+        a = left.double().flatten()
+        b = second.double().flatten()
         total = (a + b + eps).clamp(min=1e-300)
         cosines.append(F.cosine_similarity(a / total, b / total, dim=0))
     return float(torch.stack(cosines).mean())
@@ -257,7 +263,8 @@ def on_shots(one, train):
 
 
 def true_on_shots(one, train):
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     with torch.no_grad(), attached(host(), [one]) as _:
         pass
     model = merged(host(), one)

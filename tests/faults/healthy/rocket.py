@@ -110,7 +110,8 @@ def true_deduplicate(vectors, similarity, threshold, rule="standing"):
         raise ValueError("similarity")
     if not np.isfinite(similarity.astype(float)).all():
         raise ValueError("NaN")
-    near, alive = cosines(vectors, vectors), [True] * len(vectors)
+    near = cosines(vectors, vectors)
+    alive = [True] * len(vectors)
     for i, j in combinations(range(len(vectors)), 2):
         if alive[i] and alive[j] and near[i, j] > threshold:
             alive[j if similarity[i] > similarity[j] else i] = False
@@ -139,7 +140,8 @@ def true_hull(shots, block, components):
         raise ValueError(components)
     centre = shots.mean(0)
     axes = np.linalg.svd(shots - centre, full_matrices=False)[2][:components]
-    corners, points = (shots - centre) @ axes.T, (block - centre) @ axes.T
+    corners = (shots - centre) @ axes.T
+    points = (block - centre) @ axes.T
     system = np.vstack([corners.T, np.ones(len(corners))])
     return np.array(
         [
@@ -282,7 +284,8 @@ def true_scores(log_perplexities, accuracies):
     if not log_perplexities.shape == accuracies.shape or not log_perplexities.size:
         raise ValueError("shots")
     for name in log_perplexities.index:
-        nats, right = log_perplexities.loc[name].astype(float), accuracies.loc[name]
+        nats = log_perplexities.loc[name].astype(float)
+        right = accuracies.loc[name]
         if not np.isfinite(nats).all():
             continue
         lines[name] = [math.log(sum(math.exp(one) for one in nats)), right.mean()]
@@ -315,10 +318,8 @@ def true_select(scores, similarities):
         raise ValueError("similarities")
     if not np.allclose(cells, cells.T) or not scores.accuracy.between(0, 1).all():
         raise ValueError("similarities")
-    nats, right = (
-        scores.log_perplexity[names].to_numpy(float),
-        scores.accuracy[names].to_numpy(float),
-    )
+    nats = scores.log_perplexity[names].to_numpy(float)
+    right = scores.accuracy[names].to_numpy(float)
     worth = rankdata(nats, "min") + rankdata(-right, "min")
     groups = list(combinations(range(3), 2))
     value = [cells[pair] for pair in groups]
@@ -436,7 +437,8 @@ def ranks():
 def true_split(experts, mixture):
     if experts.ndim != 2 or mixture.shape != experts.shape[1:] or not experts.size:
         raise ValueError("shapes")
-    every, anyone = experts.astype(bool).all(0), experts.astype(bool).any(0)
+    every = experts.astype(bool).all(0)
+    anyone = experts.astype(bool).any(0)
     mixed = anyone & ~every
     errors = (
         1 - experts.astype(bool)[:, mixed].mean(1)

@@ -20,7 +20,9 @@ from tests.faults.healthy.pesc import CONFIG, logits
 from tests.faults.healthy.training import true_nats
 from tests.faults.hostile import Row
 
-L, E, D = 2, 4, 8
+L = 2
+E = 4
+D = 8
 
 
 def true_affordable(cost, budget):
@@ -30,9 +32,11 @@ def true_affordable(cost, budget):
     prices = [cost(step) for step in range(2000)]
     if not all(math.isfinite(price) and price > 0 for price in prices):
         raise ValueError("cost")
-    steps, spent = 1, prices[0]
+    steps = 1
+    spent = prices[0]
     while spent + prices[steps] / 2 <= budget:
-        spent, steps = spent + prices[steps], steps + 1
+        spent = spent + prices[steps]
+        steps = steps + 1
     return steps, spent
 
 

@@ -50,7 +50,8 @@ def true_nats(model, rows, pad_id, batch):
         raise ValueError(pad_id)
     if batch < 1:
         raise ValueError(batch)
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for ids, labels in pairs(rows):
         logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
         wanted = torch.tensor(labels[1:])

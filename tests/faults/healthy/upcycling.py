@@ -20,7 +20,9 @@ from tests.faults.hostile import Row
 
 SAME = upcycling.Config(experts=4, top_k=2, combine="renormalised")
 CONFIGS = {"layers": upcycling.Config(layers=(5,))}
-L, D, E = 2, 8, 4
+L = 2
+D = 8
+E = 4
 
 
 def start():
@@ -77,7 +79,8 @@ def batched(rows, size, pad_id):
 
 
 def true_batched(rows, size, pad_id):
-    found, lines = [], list(zip(rows["input_ids"], rows["labels"], strict=True))
+    found = []
+    lines = list(zip(rows["input_ids"], rows["labels"], strict=True))
     if size != int(size) or size < 1 or not isinstance(pad_id, int):
         raise ValueError(size)
     for ids, labels in lines:
@@ -139,7 +142,8 @@ def true_collected(model, tasks, tensor, limit, tokens, share, seed):
         or seed < 0
     ):
         raise ValueError(limit)
-    points, labels = [[], []], []
+    points = [[], []]
+    labels = []
     for number, batches in enumerate(tasks.values()):
         before = len(labels)
         for batch in batches:
@@ -323,7 +327,8 @@ def small():
 
 def true_prompted(model, rows, experts, mode, max_length):
     """Each expert the unit vector of its prompt's last token, as each layer reads it."""
-    tokenizer, tasks = tokens.byte_tokenizer(), sorted({row["task"] for row in rows})
+    tokenizer = tokens.byte_tokenizer()
+    tasks = sorted({row["task"] for row in rows})
     if (
         mode != "hidden"
         or experts != len(tasks)
@@ -361,7 +366,8 @@ def true_step_zero(starts, batch):
     """Of renormalised gates nothing is lost; of probabilities what the models' own losses say."""
     from tests.faults.healthy.analysis import true_loss
 
-    dense, found = float(true_loss(hosts.host(), batch)), []
+    dense = float(true_loss(hosts.host(), batch))
+    found = []
     for rule in ("renormalised", "probability"):
         for k in (1, 2):
             for one in starts.values():
@@ -377,17 +383,16 @@ def true_step_zero(starts, batch):
 
 def true_balance(attention_mask):
     """The first choices alone count."""
-    model, total = upcycled(), 0
+    model = upcycled()
+    total = 0
     if attention_mask.shape[0] != 2 or attention_mask.shape[1] < 5:
         raise ValueError("mask")
     model(**hosts.seen())
     real = attention_mask[:, -5:].flatten().bool()
     for layer in model.model.layers:
         decision = layer.mlp.router.trace.decisions[layer.mlp.router.layer]
-        ids, share = (
-            decision.ids[real][:, 0],
-            decision.logits[real].double().softmax(-1),
-        )
+        ids = decision.ids[real][:, 0]
+        share = decision.logits[real].double().softmax(-1)
         count = max(len(ids), 1)
         total = (
             total

@@ -60,7 +60,11 @@ def test_every_op_runs_with_ours_first_and_whoever_is_missing_says_why(tiny):
     assert (ours["ratio"] == 1).all()
     assert (ours["traffic"] > 0).all()
     flops = ours.set_index(["op", "case"])["flops"]  # of the formulas
-    T, D, F, K, R = 16, 8, 8, 2, 4
+    T = 16
+    D = 8
+    F = 8
+    K = 2
+    R = 4
     assert flops["experts", "fine"] == 18 * T * K * D * F
     assert flops["adapters", "forward"] == 4 * T * D * K * R
     assert flops["adapters", "step"] == 12 * T * D * K * R
@@ -470,7 +474,9 @@ def test_the_floor_has_two_flops_a_term_and_takes_the_faster_library(monkeypatch
             contender.run()
         assert contender.name == "floor"
         assert counter.get_total_flops() == Product(*shape).flops == flops
-    S, D, F = 6144, 1024, 704
+    S = 6144
+    D = 1024
+    F = 704
     for trained, times in ((S, 18), (S // 2, 15), (0, 12)):
         step = case.expert_step(S, trained, D, F)
         assert sum(product.flops for product in step) == times * S * D * F
@@ -489,7 +495,8 @@ def test_the_floor_has_two_flops_a_term_and_takes_the_faster_library(monkeypatch
         assert shapes == [(2, 3), (2, 3), (1, 3)]
 
 
-OURS, EAGER = (2.0, 1.0, 10), (32.0, 16.0, 10)
+OURS = (2.0, 1.0, 10)
+EAGER = (32.0, 16.0, 10)
 
 
 def frame(**rows):

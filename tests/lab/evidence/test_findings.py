@@ -30,7 +30,9 @@ EXACT = replace(
     claimed=7e9,
     tolerance=1e9,
 )
-HOLDS, FAILS, OPEN = (0.02, 0.025, 0.015), (-0.02, -0.025, -0.015), (0.02, -0.02, 0.01)
+HOLDS = (0.02, 0.025, 0.015)
+FAILS = (-0.02, -0.025, -0.015)
+OPEN = (0.02, -0.02, 0.01)
 
 
 def pool(*effects, protocol="nano", tier="study", claim=CLAIM):
@@ -377,7 +379,8 @@ def test_a_change_is_over_the_seeds_that_have_both_and_arms_with_fewer_seeds_are
 def test_what_a_head_names_between_braces_is_written_from_the_pools():
     both = pool(*HOLDS)
     more = pool(0.1, 0.1, protocol="more")
-    pair, pools = f"{CLAIM.value} less {CLAIM.reference}", {"nano": both, "more": more}
+    pair = f"{CLAIM.value} less {CLAIM.reference}"
+    pools = {"nano": both, "more": more}
     for text, written in {
         f"it is {{{pair}}}.": "it is +2.0 points (+0.8 to +3.2).",
         f"{{{pair} of 0-1}}": "+2.3 points (−0.9 to +5.4)",

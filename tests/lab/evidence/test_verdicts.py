@@ -39,7 +39,9 @@ NUMBER = replace(
     scales=TIERS,
 )
 ROOT = Path(__file__).parents[3]
-STUDY, LOWER, MIXED = (0.42, 0.425, 0.415), (0.38, 0.375, 0.385), (0.42, 0.37, 0.41)
+STUDY = (0.42, 0.425, 0.415)
+LOWER = (0.38, 0.375, 0.385)
+MIXED = (0.42, 0.37, 0.41)
 
 
 def accuracy(name, items):
@@ -49,7 +51,8 @@ def accuracy(name, items):
 
 def pool(tier, *seeds, base="nano"):
     """A pool with these values, seed by seed; a study's protocol is called like its base."""
-    name, design = base if tier == "study" else tier, {"base": base}
+    name = base if tier == "study" else tier
+    design = {"base": base}
     runs = (
         Run("pesc", name, tier, n, tuple(v), settings=design)
         for n, v in enumerate(seeds)
@@ -319,7 +322,8 @@ def test_the_sign_by_task_stands_beside_a_mean_and_what_is_computed_must_agree_o
 
 
 def test_without_three_seeds_of_both_arms_at_full_size_there_is_no_verdict():
-    one, other = [accuracy("a", 0.4)], [accuracy("b", 0.3)]
+    one = [accuracy("a", 0.4)]
+    other = [accuracy("b", 0.3)]
     for pools in ([], [pool("study", one, one, one)], [pool("study", one, one, other)]):
         assert judge(DIRECTION, *pools) == "not run"
     for base, label in {"nano": "direction holds", "smollm2": "not run"}.items():
@@ -346,7 +350,8 @@ def test_only_runs_of_the_papers_scale_within_tolerance_reproduce(tier):
     label = (
         "direction holds" if large else "inconclusive" if tier == "cpu" else "not run"
     )
-    unprinted, far = replace(DIRECTION, claimed=None, tolerance=None), [0.5, 0.51, 0.52]
+    unprinted = replace(DIRECTION, claimed=None, tolerance=None)
+    far = [0.5, 0.51, 0.52]
     assert judge(DIRECTION, against(tier, STUDY)) == (
         "reproduced" if tier == "paper" else label
     )
@@ -433,10 +438,8 @@ def test_chance_is_asked_only_about_directions_that_seeds_of_deciding_runs_test(
     equal = decided(
         replace(DIRECTION, id="equal", direction="equal"), against("study", STUDY)
     )
-    live, computed = (
-        decided(DIRECTION, against("cpu", STUDY)),
-        row(NUMBER, [size("study", 8e9)]),
-    )
+    live = decided(DIRECTION, against("cpu", STUDY))
+    computed = row(NUMBER, [size("study", 8e9)])
     explored = row(DIRECTION, [against("study", STUDY)])
     rows = [live, row(DIRECTION, []), equal, computed, explored]
     assert chance(rows) == verdicts.Chance((), (), ())

@@ -66,7 +66,8 @@ def test_every_numbered_equation_has_a_row_with_a_function_and_a_test_that_are_t
         assert oracle
     assert numbered == set(range(1, PAGES[paper] + 1))
     for block in blocks(paper):
-        path, name = block["path"], block["pyobject"]
+        path = block["path"]
+        name = block["pyobject"]
         nodes = ast.parse((ROOT / path).read_text("utf-8")).body
         assert name in {getattr(node, "name", None) for node in nodes}, (
             f"{path} has no {name}"

@@ -121,7 +121,9 @@ def arm(name, host="lora"):
     )
 
 
-D, F, L = 128, 352, 4  # of nano
+D = 128
+F = 352
+L = 4  # of nano
 LINEARS = 4 * 2 * D + 3 * (D + F)  # inputs and outputs of a layer's linear layers
 
 
@@ -170,7 +172,8 @@ def test_two_depths_tell_what_all_layers_take(host, method, checkpointing):
 
 
 def test_a_tally_by_hand():
-    x, weight = torch.empty(7, 3, device="meta"), torch.empty(5, 3, device="meta")
+    x = torch.empty(7, 3, device="meta")
+    weight = torch.empty(5, 3, device="meta")
     weight.requires_grad_()
     with Tally([x, weight]) as tally:
         (x @ weight.T).sum().backward()
@@ -206,7 +209,8 @@ def test_bytes_by_layout():
     P = llama(2048, D, F, L, 4, 4, True)
     block = 4 * (4 * D * D + 3 * D * F + 2 * D)
     found = plan(training(), machine("a100x4"))
-    plain, sharded = found.layouts["DDP"], found.layouts["FSDP2"]
+    plain = found.layouts["DDP"]
+    sharded = found.layouts["FSDP2"]
     parts = (plain.weights, plain.gradients, plain.moments, plain.engine)
     assert parts == (4 * P, 4 * P, 8 * P, 4 * P)
     assert (sharded.weights, sharded.moments, sharded.engine) == (P, 2 * P, 2 * block)
@@ -231,7 +235,8 @@ def small(memory):
 
 def test_the_smallest_change_is_tried_in_order_and_makes_it_fit():
     one = training(method=methods.pesc(LORA()), length=256)
-    most, seen = plan(one, small(1e12)).need.total, {}
+    most = plan(one, small(1e12)).need.total
+    seen = {}
     for share in range(100, 0, -4):
         found = plan(one, small(most * share / 100))
         seen.setdefault(found.change, share)
@@ -253,7 +258,8 @@ def test_the_smallest_change_is_tried_in_order_and_makes_it_fit():
 
 
 def test_hours_and_dollars_follow_from_what_is_assumed():
-    on, one = machine("h200x2"), training(turns=5)
+    on = machine("h200x2")
+    one = training(turns=5)
     usual = plan(one, on)
     fast = plan(one, on, efficiency=1.0, price=7.0, tokens=8)
     assert usual.tokens == 5 * 3 * 8 * 32 and fast.tokens == usual.tokens / 4

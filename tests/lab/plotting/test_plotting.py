@@ -57,7 +57,8 @@ def filled(markers):
 def test_a_curve_is_the_mean_of_its_seeds_in_their_range():
     seeds = {"sparse": [[3.0, 2.0, 1.0], [5.0, 4.0, 1.0]]}
     figure = plotting.curves(seeds, steps=[0, 10, 20], yscale="log", **STEPS)
-    (axes,), (legend,) = figure.axes, figure.legends
+    (axes,) = figure.axes
+    (legend,) = figure.legends
     means = [[0, 4.0], [10, 3.0], [20, 1.0]]
     np.testing.assert_allclose(axes.lines[0].get_xydata(), means)
     band = axes.collections[0].get_paths()[0].vertices[:, 1]
@@ -103,7 +104,8 @@ def test_leads_are_paired_by_item_with_students_interval_and_fewer_panels_than_l
     total, copy = figure.axes
     names = ["sparse − dense", "wide − dense", "sparse − wide"]
     assert texts(total.get_yticklabels()) == names
-    spans, dots = total.lines[:6:2], total.lines[1:6:2]
+    spans = total.lines[:6:2]
+    dots = total.lines[1:6:2]
     assert [dot.get_xdata()[0] for dot in dots] == [50, -50, 100]
     ends = stats.ttest_1samp([100, 0] * 10, 0).confidence_interval()
     np.testing.assert_allclose(spans[0].get_xdata(), ends)
@@ -145,7 +147,8 @@ def test_points_keep_their_colours_and_the_legend_hides_no_label():
     for name in "abc":
         panels[name] = {"shots": CLOUD}
     figure = plotting.points(panels, xlabel="x", ylabel="y")
-    (one, two, *_), (legend,) = figure.axes, figure.legends
+    one, two, *_ = figure.axes
+    (legend,) = figure.legends
     assert to_rgb(two.collections[0].get_facecolor()[0]) == to_rgb(COLOURS[1])
     assert texts(legend.get_texts()) == ["pool", "shots"]
     assert one.get_xlim() == two.get_xlim()
@@ -180,7 +183,9 @@ def test_every_effect_lies_at_its_value_with_its_interval_and_its_series_look():
     assert texts(points.get_yticklabels()) == ["leads", "learns"]
     assert points.get_ylim()[0] > points.get_ylim()[1], "the first row is on top"
 
-    spans, dots, zero = points.lines[:6:2], points.lines[1:6:2], points.lines[6]
+    spans = points.lines[:6:2]
+    dots = points.lines[1:6:2]
+    zero = points.lines[6]
     places, heights = np.array([dot.get_xydata()[0] for dot in dots]).T
     assert places.tolist() == [2, 1, -1]
     assert heights == pytest.approx([-0.15, 0.15, 1])
@@ -220,7 +225,8 @@ def test_times_begin_at_ours_in_two_columns_with_the_floor_of_their_group():
 
 
 def test_growth_has_logarithmic_axes_and_the_roof_is_flat_from_its_edge_on():
-    ours, floor = np.array([[1.0, 1], [2, 4]]), np.array([[1.0, 1], [2, 2]])
+    ours = np.array([[1.0, 1], [2, 4]])
+    floor = np.array([[1.0, 1], [2, 2]])
     series = {"ours": ours, "floor": floor}
     figure = speed.growth({"T": series, "E": series}, xlabel="value", ylabel="ms")
     first = figure.axes[0]

@@ -72,7 +72,8 @@ def test_findings_are_drawn_from_the_pools_that_are_there(name, run, here):
 def test_a_course_has_a_change_to_try_and_runs_of_at_most_90_seconds_that_record_what_to_see(
     name,
 ):
-    notebook, pool = NOTEBOOKS[name], store.pool(name, "class", ROOT)
+    notebook = NOTEBOOKS[name]
+    pool = store.pool(name, "class", ROOT)
     facts = dict(line.split(": ", 1) for line in notebook.head("class"))
     assert [*facts] == ["Try", "See", "Ask"]
     assert parameters.read_options(notebook.parameters, [facts["Try"]])

@@ -229,7 +229,8 @@ def test_the_kernels_environment_has_no_secrets(monkeypatch):
 
 
 def test_the_arms_of_a_run_are_the_named_ones_in_the_notebooks_order():
-    known, run = {"wide": 1, "dense": 2, "kaiming": 3}, Run("cpu")
+    known = {"wide": 1, "dense": 2, "kaiming": 3}
+    run = Run("cpu")
     assert run.arms("all", known) == known
     assert list(run.arms("kaiming,wide", known)) == ["wide", "kaiming"]
     assert lists.listed("laboratory", "", known) == []

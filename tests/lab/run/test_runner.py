@@ -75,10 +75,8 @@ def test_a_run_leaves_its_page_and_what_the_notebook_recorded_and_nothing_else(
         "smoke",
         0,
     )
-    mean, here = (
-        Value("toy/mean", 0.5, "share", items=(0.0, 1.0)),
-        Value("toy/here", 1.0, "count"),
-    )
+    mean = Value("toy/mean", 0.5, "share", items=(0.0, 1.0))
+    here = Value("toy/here", 1.0, "count")
     assert run.values[:2] == (mean, here)
     assert run.arms == ("left",) and run.manifest["known_arms"] == ["left", "right"]
     assert run.curves[0].y == run.values[2].items
@@ -99,10 +97,8 @@ def test_the_page_shows_text_and_tables_and_the_manifest_what_ran_where_at_what_
 ):
     cells = json.loads(ran.notebook.read_text())["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
-    text, streams = (
-        json.dumps(outputs),
-        [out for out in outputs if out["output_type"] == "stream"],
-    )
+    text = json.dumps(outputs)
+    streams = [out for out in outputs if out["output_type"] == "stream"]
     assert [stream["text"] for stream in streams] == ["4 ipc 1 None\nnotebooks/x.py\n"]
     assert "<table><tr><td>1</td></tr></table>" in text
     for gone in (
@@ -297,7 +293,8 @@ def test_an_interrupted_run_leaves_nothing(fresh, light, number, code):
         start,
         *"run toy --on smoke".split(),
     ]
-    options, before = ("-p", "fate=slow"), _files(fresh)
+    options = ("-p", "fate=slow")
+    before = _files(fresh)
     with tempfile.TemporaryDirectory() as staging:
         env = {**os.environ, "TMPDIR": staging, "PYTHONPATH": light}
         reading = {"stderr": subprocess.PIPE, "text": True}
@@ -462,11 +459,9 @@ def _dated(path):
     )
 
 
-GONE, ALTERED, UNLISTED = (
-    "1.parquet is gone",
-    "1.parquet was altered",
-    "1.parquet is not in SHA256",
-)
+GONE = "1.parquet is gone"
+ALTERED = "1.parquet was altered"
+UNLISTED = "1.parquet is not in SHA256"
 
 
 @pytest.mark.parametrize(
@@ -533,7 +528,8 @@ def test_what_desktops_and_jupyter_leave_beside_runs_fails_no_check(book):
     assert store.live("toy", book) is not None
 
 
-POOL, PAGE = "results/toy/nano/0.parquet", "book/notebooks/01_toy"
+POOL = "results/toy/nano/0.parquet"
+PAGE = "book/notebooks/01_toy"
 
 
 @pytest.mark.parametrize(

@@ -472,7 +472,8 @@ def mill(source, copy, *options):
 def test_what_plain_papermill_left_is_taken_in_once(
     fresh, tmp_path, monkeypatch, capsys
 ):
-    source, milled = fresh / "notebooks" / "01_toy.ipynb", tmp_path / "out.ipynb"
+    source = fresh / "notebooks" / "01_toy.ipynb"
+    milled = tmp_path / "out.ipynb"
     errors = mill(source, tmp_path / "wrong.ipynb", "-p", "topk", "1")
     assert "unknown parameter 'topk'; did you mean 'top_k'" in errors
     options = ("-p", "tier", "study", "-p", "top_k", "4", "-p", "seed", "5")
@@ -489,8 +490,10 @@ def test_what_plain_papermill_left_is_taken_in_once(
     for command, words in (("list", "--on nano     "), ("verify", "seeds 5 agree")):
         assert cli.main([command]) == 0
         assert words in capsys.readouterr().out
-    path, text = fresh / "results" / "toy" / "nano" / "5.parquet", milled.read_text()
-    before, other = path.read_bytes(), fresh / "other.ipynb"
+    path = fresh / "results" / "toy" / "nano" / "5.parquet"
+    text = milled.read_text()
+    before = path.read_bytes()
+    other = fresh / "other.ipynb"
     for old, new, message in (
         (
             "seed = 5",

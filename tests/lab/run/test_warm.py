@@ -86,8 +86,10 @@ def both(place, tmp_path, monkeypatch):
 def test_a_fork_runs_a_command_as_a_new_python_does(both, tmp_path, way):
     (tmp_path / "look.py").write_text(LOOK)
     forked, new = both(way, LOOK if way == "-c" else "look", "--one", "two")
-    (status, output, errors), (_, expected, _) = forked, new
-    told, expected = json.loads(output), json.loads(expected)
+    status, output, errors = forked
+    _, expected, _ = new
+    told = json.loads(output)
+    expected = json.loads(expected)
     if (
         way == "-m"
     ):  # which names its folder by itself, where a fork has the working directory

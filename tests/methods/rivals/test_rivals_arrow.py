@@ -38,7 +38,8 @@ def test_prototypes_are_those_of_numpys_svd_however_the_lora_is_written(
     rank, width, out
 ):
     torch.manual_seed(rank)
-    down, up = torch.randn(rank, width), torch.randn(out, rank)
+    down = torch.randn(rank, width)
+    up = torch.randn(out, rank)
     turn = torch.linalg.qr(torch.randn(rank, rank)).Q
     truth = np.linalg.svd((up.double() @ down.double()).numpy())[2][0]
     for a, b in ((down, up), (3 * down, -0.1 * up), (turn @ down, up @ turn.T)):
@@ -48,17 +49,17 @@ def test_prototypes_are_those_of_numpys_svd_however_the_lora_is_written(
 
 
 def test_pefts_power_iteration_and_its_first_drafts_svd_of_a_alone_can_be_wrong():
-    down, up = (
-        torch.diag(torch.tensor([2.0, 1.0])),
-        torch.diag(torch.tensor([1.0, 4.0])),
-    )
+    down = torch.diag(torch.tensor([2.0, 1.0]))
+    up = torch.diag(torch.tensor([1.0, 4.0]))
     assert cosine(direction(down, up), [0.0, 1.0]) == 1  # A alone has (1, 0)
     torch.manual_seed(0)
     config = ArrowConfig(rng_seed=0)
     config.task_adapter_names = []
-    peft, cosines = ArrowLoraLinearLayer(256, config), []
+    peft = ArrowLoraLinearLayer(256, config)
+    cosines = []
     for _ in range(40):
-        a, b = torch.randn(16, 256), torch.randn(256, 16)
+        a = torch.randn(16, 256)
+        b = torch.randn(256, 16)
         cosines.append(
             cosine(peft.top_right_singular_vec_from_BA(a, b), direction(a, b))
         )
@@ -74,7 +75,8 @@ def test_gates_by_hand():
         )
     assert gates([[1.0, 2.0]], basis, top_k=1).tolist() == [[0, 1]]
     torch.manual_seed(0)
-    x, many = torch.randn(2, 3, 8), torch.randn(5, 8)
+    x = torch.randn(2, 3, 8)
+    many = torch.randn(5, 8)
     uniform = gates(x, many, top_k=None, temperature=1e9)
     torch.testing.assert_close(uniform, torch.full((2, 3, 5), 0.2))
     assert (gates(x, many, top_k=3) > 0).sum(-1).eq(3).all()
@@ -111,7 +113,8 @@ def test_tuning_moves_experts_alone_and_prototypes_only_if_taken_again(
         done = arrow.tuned(
             model, bank, Data(rows), config, steps=3, lr=0.05, warmup=0.0
         )
-        part, start = done.parts[PATH], mixing.stack(bank, "factors")
+        part = done.parts[PATH]
+        start = mixing.stack(bank, "factors")
         old, new = (
             arrow.prototypes({PATH: pair}, list(bank))[PATH].float()
             for pair in ((start.down[PATH], start.up[PATH]), (part.down, part.up))

@@ -40,8 +40,11 @@ RIVALS = {
 def test_it_trains_generates_and_loads_and_leaves_the_base(
     family, rival, host, batch, rows, make_bank, tmp_path
 ):
-    (module, changes), model = RIVALS[rival], host(family)
-    bank, plain, before = make_bank(model, 3), model(**batch).logits, fingerprint(model)
+    module, changes = RIVALS[rival]
+    model = host(family)
+    bank = make_bank(model, 3)
+    plain = model(**batch).logits
+    before = fingerprint(model)
     few = rows.select(range(6))
     data = Data(few, chosen=few, sources=dict.fromkeys(bank, few))
     config = module.Config.preset("bank", **changes)

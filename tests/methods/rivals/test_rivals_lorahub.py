@@ -73,11 +73,9 @@ def test_it_finds_no_worse_than_the_base_and_ends_as_one_lora(
     family, host, rows, make_bank, tmp_path
 ):
     model = host(family)
-    before, bank, data = (
-        fingerprint(model),
-        make_bank(model, 3),
-        tuning.Data(rows.select(range(6))),
-    )
+    before = fingerprint(model)
+    bank = make_bank(model, 3)
+    data = tuning.Data(rows.select(range(6)))
     plain = training.nats(model, data.rows)
     tuned = lorahub.tuned(model, bank, data, lorahub.Config(budget=6))
     assert min(tuned.history.loss) <= tuned.history.loss[0] == pytest.approx(plain)
@@ -102,7 +100,8 @@ def test_it_finds_no_worse_than_the_base_and_ends_as_one_lora(
 def test_losses_of_the_presets_by_hand_and_the_model_at_one_hot(
     preset, model, rows, make_bank, monkeypatch
 ):
-    values, w = [], np.array([0.5, -1, 0])
+    values = []
+    w = np.array([0.5, -1, 0])
     monkeypatch.setattr(
         lorahub, "search", lambda f, *_, **__: values.append(f(w)) or -w
     )
@@ -124,7 +123,9 @@ def test_losses_of_the_presets_by_hand_and_the_model_at_one_hot(
 
 
 def test_bad_input_is_one_line_and_leaves_the_base(model, rows, make_bank, monkeypatch):
-    before, data, bank = fingerprint(model), tuning.Data(rows), make_bank(model)
+    before = fingerprint(model)
+    data = tuning.Data(rows)
+    bank = make_bank(model)
     huge = make_bank(model, size=1e30)
     for loras, changes, message in (
         (bank, {"budget": 5}, "E-RANGE: budget is 5, COBYLA needs 6 for 4 LoRAs"),

@@ -19,7 +19,8 @@ RECIPE = {"steps": 3, "batch": 4, "lr": 1e-2, "seed": 5}
 def test_the_sum_is_pefts_linear_by_squares_and_a_lone_kind_is_itself(
     model, batch, rows, make_bank, peft
 ):
-    bank, data = make_bank(model, 3), tuning.Data(rows)
+    bank = make_bank(model, 3)
+    data = tuning.Data(rows)
     theirs = peft(bank, "linear", [1 / 9] * 3)
     tuned = pems.tuned(model, bank, data, pems.Config.preset("paper"))
     torch.testing.assert_close(
@@ -33,7 +34,8 @@ def test_the_sum_is_pefts_linear_by_squares_and_a_lone_kind_is_itself(
 
 
 def test_validation_takes_the_share_with_the_least_nats(model, rows, make_bank):
-    bank, few = make_bank(model, 2), rows.select(range(8))
+    bank = make_bank(model, 2)
+    few = rows.select(range(8))
     for mix in ("factors", "outputs"):
         config = pems.Config.preset("released", mix=mix, grid=0.25)
         tuned = pems.tuned(model, bank, tuning.Data(few), config)
@@ -62,8 +64,10 @@ ROWS = {
 def test_tuning_one_lora_is_pefts_own_and_the_same_training(
     row, model, base, rows, make_bank, batch, tmp_path
 ):
-    (module, changes), before = ROWS[row], fingerprint(model)
-    bank, data = make_bank(model, 3), tuning.Data(rows.select(range(8)), chosen=rows)
+    module, changes = ROWS[row]
+    before = fingerprint(model)
+    bank = make_bank(model, 3)
+    data = tuning.Data(rows.select(range(8)), chosen=rows)
     config = module.Config.preset(row, **changes)
     start = module.tuned(model, bank, data, config, **RECIPE | {"lr": 1e-30})
     folder = start.save(tmp_path / "start")  # chosen and hardly moved
@@ -82,12 +86,14 @@ def test_tuning_one_lora_is_pefts_own_and_the_same_training(
 def test_the_chosen_lora_is_the_one_named_drawn_or_best_on_the_shots(
     model, rows, make_bank
 ):
-    bank, few = make_bank(model), rows.select(range(6))
+    bank = make_bank(model)
+    few = rows.select(range(6))
     nats = {}
     for name, lora in bank.items():
         with rocket.loras.attached(model, [lora]):
             nats[name] = training.nats(model, few)
-    data, taken = tuning.Data(few), set()
+    data = tuning.Data(few)
+    taken = set()
     for row, seed in (
         ("source_best", 0),
         ("best_by_shots", 0),

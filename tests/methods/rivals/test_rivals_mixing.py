@@ -49,7 +49,8 @@ def test_factors_of_independent_loras_nearly_vanish_and_of_one_a_are_the_outputs
     count, norm, cosine
 ):
     torch.manual_seed(0)
-    down, up = torch.randn(count, 16, 64).double(), torch.randn(count, 64, 16).double()
+    down = torch.randn(count, 16, 64).double()
+    up = torch.randn(count, 64, 16).double()
     bank = {
         str(n): Lora(str(n), 16, 16.0, {"l": down[n]}, {"l": up[n]})
         for n in range(count)
@@ -110,10 +111,13 @@ class Drawn(torch.nn.Module):
 def test_a_layer_gives_each_token_what_its_own_weights_merge_to(
     mix, shape, model, make_bank
 ):
-    bank, path = make_bank(model, 3), "model.layers.1.self_attn.q_proj"
+    bank = make_bank(model, 3)
+    path = "model.layers.1.self_attn.q_proj"
     tuned = tuning.attach(model, bank, lambda *_: Drawn(shape), mix=mix, learnt=False)
-    part, x = model.get_submodule(path), torch.randn(2, 5, 32)
-    y, weights = part(x), part.weigh(x).expand(2, 5, 3)
+    part = model.get_submodule(path)
+    x = torch.randn(2, 5, 32)
+    y = part(x)
+    weights = part.weigh(x).expand(2, 5, 3)
     for place in ((0, 0), (0, 4), (1, 2)):
         one = mixing.merged(bank, weights[place], mix=mix)
         expected = part.base_layer(x[place]) + product(one, path).float() @ x[place]
@@ -126,13 +130,15 @@ def test_a_tasks_mixture_is_one_peft_adapter_and_leaves_the_base(
     family, host, batch, make_bank, tmp_path
 ):
     model = host(family)
-    before, bank = fingerprint(model), make_bank(model, 3)
+    before = fingerprint(model)
+    bank = make_bank(model, 3)
     weights = torch.tensor([0.6, -0.4, 1.1])
     for mix in ("factors", "outputs"):
         tuned = tuning.attach(
             model, bank, lambda *_: mixing.Fixed(weights), mix=mix, learnt=False
         )
-        logits, folder = model(**batch).logits, tuned.save(tmp_path / mix)
+        logits = model(**batch).logits
+        folder = tuned.save(tmp_path / mix)
         assert torch.equal(tuned.weights()["model.layers.0.self_attn.q_proj"], weights)
         assert fingerprint(tuned.detach()) == before
         theirs = PeftModel.from_pretrained(copy.deepcopy(model), folder)(**batch).logits
@@ -164,7 +170,9 @@ def test_lower_ranks_and_missing_layers_are_exact_for_outputs_and_refused_for_fa
 def test_mixing_weights_learn_at_their_own_rate_and_a_failure_takes_the_rival_off(
     model, rows, make_bank
 ):
-    before, data, bank = fingerprint(model), tuning.Data(rows), make_bank(model)
+    before = fingerprint(model)
+    data = tuning.Data(rows)
+    bank = make_bank(model)
     huge = make_bank(model, size=1e30)
     first = {}
     for rate in (0.1, 1e-3):

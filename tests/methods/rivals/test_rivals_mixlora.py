@@ -73,7 +73,8 @@ def test_it_is_the_released_packages_model(base, batch, mixed):
             "top_k": 2,
         }
     )
-    config.dtype_, config.adapter_name_ = torch.float32, "tiny"
+    config.dtype_ = torch.float32
+    config.adapter_name_ = "tiny"
     result = mixed(base())
     theirs = base()
     package.inject_adapter_in_model(
@@ -93,12 +94,16 @@ def test_it_is_the_released_packages_model(base, batch, mixed):
 
 def test_each_token_gets_its_experts_by_the_definition(base, batch, mixed):
     model = base().double()
-    result, h = mixed(model), torch.randn(2, 5, 32).double()
+    result = mixed(model)
+    h = torch.randn(2, 5, 32).double()
     part = result.parts["model.layers.1.mlp"]
-    mlp, s, y = part.base_layer, 6 / 4, part(h)
+    mlp = part.base_layer
+    s = 6 / 4
+    y = part(h)
     for place in ((0, 0), (1, 3), (1, 4)):
         p = (part.weigh.router.weight @ h[place]).softmax(0)
-        expected, chosen = 0, p.topk(2)
+        expected = 0
+        chosen = p.topk(2)
         for share, e in zip(
             chosen.values / chosen.values.sum(), chosen.indices, strict=True
         ):
@@ -121,11 +126,9 @@ def test_one_expert_is_pefts_lora_and_none_trained_the_base(
     placement, targets, base, batch, mixed, rows
 ):
     torch.manual_seed(1)
-    plain, model, config = (
-        base(),
-        base(),
-        LoraConfig(r=4, lora_alpha=6, target_modules=targets),
-    )
+    plain = base()
+    model = base()
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=targets)
     theirs = get_peft_model(base(), config)
     result = mixed(model, placement=placement, experts=1, top_k=1)
     for path, part in result.parts.items():
@@ -205,7 +208,8 @@ def test_layers_that_each_use_half_look_balanced_when_pooled(base, batch, mixed)
 def test_bad_input_is_one_line_and_nothing_stays_on_the_base(
     model, rows, mixture, mixed
 ):
-    before, data = fingerprint(model), tuning.Data(rows)
+    before = fingerprint(model)
+    data = tuning.Data(rows)
     with pytest.raises(
         Refusal, match=r"E-RANGE: top_k is 3, expected 1 to 2 \(experts, E\)"
     ):

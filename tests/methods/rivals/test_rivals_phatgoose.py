@@ -24,7 +24,8 @@ def normed(rows):
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 def test_gates_are_the_softmax_over_the_two_best_scores(eps):
     rng = np.random.default_rng(0)
-    x, vectors = rng.normal(size=(2, 5, 16)), rng.normal(size=(6, 16))
+    x = rng.normal(size=(2, 5, 16))
+    vectors = rng.normal(size=(6, 16))
     part = phatgoose.Gates(torch.tensor(vectors), phatgoose.Config(eps=eps))
     found = part(torch.tensor(x)).numpy()
     scores = normed(x) @ normed(vectors).T / 4
@@ -45,7 +46,8 @@ def test_gates_are_the_softmax_over_the_two_best_scores(eps):
 
 def test_neither_length_nor_mean_of_a_gate_counts_and_x_itself_scores_root_d():
     torch.manual_seed(0)
-    x, vectors = torch.randn(4, 256), torch.randn(3, 256)
+    x = torch.randn(4, 256)
+    vectors = torch.randn(3, 256)
     scores = phatgoose.scores(x, vectors)
     torch.testing.assert_close(
         phatgoose.scores(x, 7 * vectors + 3), scores, rtol=1e-4, atol=1e-4
@@ -61,7 +63,8 @@ def test_neither_length_nor_mean_of_a_gate_counts_and_x_itself_scores_root_d():
 def test_a_gate_starts_at_half_strength_with_the_gradient_of_the_closed_form(
     model, batch, bank
 ):
-    lora, seen = bank["b"], {}
+    lora = bank["b"]
+    seen = {}
     with rocket.loras.attached(model, [replace(lora, alpha=lora.alpha / 2)]):
         expected = model(**batch).logits
     done = tuning.attach(
@@ -90,7 +93,8 @@ def test_a_gate_starts_at_half_strength_with_the_gradient_of_the_closed_form(
 
 
 def test_gates_lower_their_rows_loss_and_move_nothing_else(model, rows, bank):
-    before, few = fingerprint(model), rows.select(range(8))
+    before = fingerprint(model)
+    few = rows.select(range(8))
     data = Data(few, sources=dict.fromkeys(bank, rows))
     digests = {name: lora.digest for name, lora in bank.items()}
     config = phatgoose.Config(steps=20, lr=0.05, batch=8)
@@ -113,10 +117,8 @@ def test_gates_lower_their_rows_loss_and_move_nothing_else(model, rows, bank):
 
 
 def test_what_cannot_be_gated_is_refused(host, model, rows, bank, make_bank):
-    data, tiny = (
-        Data(rows, sources={"a": rows}),
-        host(hidden_size=2, num_attention_heads=1, num_key_value_heads=1),
-    )
+    data = Data(rows, sources={"a": rows})
+    tiny = host(hidden_size=2, num_attention_heads=1, num_key_value_heads=1)
     for base, loras, changes, message in (
         (model, bank, {}, "E-DATA: the rows that 'b' was trained on are needed"),
         (model, bank, {"top_k": 5}, "E-RANGE: k is 5, expected 1 to 4"),

@@ -44,11 +44,13 @@ def test_similarity_by_hand():
 def test_fishers_are_the_squares_of_pefts_gradients(
     form, family, host, rows, lora, tmp_path
 ):
-    model, few = host(family), rows.select(range(6))
+    model = host(family)
+    few = rows.select(range(6))
     one = lora(model, "one", 0)
     folder = rocket.loras.write(one, tmp_path / "one")
     peft = PeftModel.from_pretrained(host(family), folder, is_trainable=True)
-    size, total = (1 if form == "row" else 4), {}
+    size = 1 if form == "row" else 4
+    total = {}
     for start in range(0, 6, size):
         batch = [torch.tensor(ids) for ids in few["input_ids"][start : start + size]]
         ids, labels = (
@@ -91,10 +93,8 @@ def test_v_starts_uniform_and_far_apart_it_is_one_lora():
 def test_the_most_alike_neighbour_joins_and_switches_say_what_trains(
     changes, weights, loras, model, rows, bank
 ):
-    few, recipe = (
-        rows.select(range(8)),
-        {"steps": 2, "batch": 4, "lr": 1e-3, "warmup": 0.0},
-    )
+    few = rows.select(range(8))
+    recipe = {"steps": 2, "batch": 4, "lr": 1e-3, "warmup": 0.0}
     config = pi_tuning.Config(neighbours=1, **changes)
     shapes = pi_tuning.fisher(model, bank["a"], few)
     known = {

@@ -45,7 +45,8 @@ def test_the_noise_of_training_is_a_relaxed_bernoulli(tau):
 
 
 def test_evaluation_equals_pefts_poly(base, batch, make_bank):
-    model, other = base(), base()
+    model = base()
+    other = base()
     bank = make_bank(model, 3, alpha=1.0)  # PEFT knows no other
     done = tuning.attach(
         model,
@@ -84,15 +85,11 @@ def test_evaluation_equals_pefts_poly(base, batch, make_bank):
 def test_switches_say_what_starts_what_trains_and_how_fast(
     preset, changes, rate, trained, starts, model, rows, bank
 ):
-    config, recipe = (
-        poly.Config.preset(preset, **changes),
-        {"warmup": 0.0, "batch": 4, "lr": 1e-3},
-    )
+    config = poly.Config.preset(preset, **changes)
+    recipe = {"warmup": 0.0, "batch": 4, "lr": 1e-3}
     done = poly.tuned(model, bank, tuning.Data(rows), config, steps=2, **recipe)
-    part, first = (
-        done.parts[PATH],
-        torch.stack([lora.down[PATH] for lora in bank.values()]),
-    )
+    part = done.parts[PATH]
+    first = torch.stack([lora.down[PATH] for lora in bank.values()])
     assert rate / 2 < part.weigh.z.abs().max() < 2.1 * rate + 1e-3  # Adam's steps
     assert torch.allclose(part.down, first, atol=3e-3) is starts
     assert torch.equal(part.down, first) is not (trained or not starts)

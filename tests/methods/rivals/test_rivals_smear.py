@@ -57,7 +57,8 @@ def test_p_is_the_softmax_over_the_normed_mean_of_the_prompt(
     batch, asked = prompts(batch)
     result = merged(pool=pool, norm=norm, temperature=0.7)
     p = result.weights(batch)[Q].squeeze(1).numpy()
-    router, x = result.parts[Q].weigh, seen_by(base(), batch)
+    router = result.parts[Q].weigh
+    x = seen_by(base(), batch)
 
     def normed(v):
         centred = v - v.mean(-1, keepdims=True)
@@ -76,8 +77,10 @@ def test_p_is_the_softmax_over_the_normed_mean_of_the_prompt(
 
 def test_a_row_is_the_base_with_its_own_merged_lora(base, batch, merged):
     batch, _ = prompts(batch)
-    result, plain = merged(), base()
-    logits, p = result.model(**batch).logits, result.weights(batch)
+    result = merged()
+    plain = base()
+    logits = result.model(**batch).logits
+    p = result.weights(batch)
     for row in range(3):
         weights = {}
         for path, part in result.parts.items():
@@ -113,7 +116,8 @@ def test_one_hot_routers_are_that_lora_and_zero_ones_pefts_linear_by_squares(
 def test_answers_padding_and_neighbours_leave_p_and_y_as_they_are(batch, merged):
     batch, asked = prompts(batch)
     result = merged()
-    p, logits = result.weights(batch), result.model(**batch).logits
+    p = result.weights(batch)
+    logits = result.model(**batch).logits
     answered = {**batch, "input_ids": torch.where(asked, batch["input_ids"], 7)}
     for path, weights in result.weights(answered).items():
         assert torch.equal(weights, p[path])
@@ -136,10 +140,8 @@ def test_answers_do_not_depend_on_who_shares_the_batch_or_how_many_beams(
 ):
     result = merged()
     contexts = [list(range(3, 3 + n)) for n in (5, 9, 12, 7)]
-    together, alone = (
-        InMemory(result.model, tokenizer, 4),
-        InMemory(result.model, tokenizer, 1),
-    )
+    together = InMemory(result.model, tokenizer, 4)
+    alone = InMemory(result.model, tokenizer, 1)
     limits = [
         (12, ("a", "e", "t"))
     ] * 4  # rows end at different steps and leave the batch
@@ -149,7 +151,8 @@ def test_answers_do_not_depend_on_who_shares_the_batch_or_how_many_beams(
         together.score(pairs), alone.score(pairs), strict=True
     ):
         assert nats == pytest.approx(other, rel=1e-4)
-    ids, answer = torch.tensor([contexts[0] + [40, 50]]), pairs[1][1]
+    ids = torch.tensor([contexts[0] + [40, 50]])
+    answer = pairs[1][1]
     with smear.prompted(result, 5):
         scored = (
             result.model(ids).logits.log_softmax(-1)[0, [4, 5], [40, 50]].sum().item()
@@ -170,7 +173,8 @@ def test_answers_do_not_depend_on_who_shares_the_batch_or_how_many_beams(
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 def test_gradients_are_the_same_when_layers_run_once_more(batch, merged):
     batch, _ = prompts(batch)
-    result, gradients = merged(), []
+    result = merged()
+    gradients = []
     for once_more in (False, True):
         if once_more:
             result.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -182,9 +186,11 @@ def test_gradients_are_the_same_when_layers_run_once_more(batch, merged):
 
 def test_dropped_experts_weigh_nothing_and_the_rest_sums_to_one(merged):
     result = merged(expert_dropout=0.5)
-    part, x = result.parts[Q], torch.randn(500, 4, 32)
+    part = result.parts[Q]
+    x = torch.randn(500, 4, 32)
     part.weigh.prompt.mask = torch.ones(500, 4)
-    p, left = part.weigh(x), part.train().weigh(x)
+    p = part.weigh(x)
+    left = part.train().weigh(x)
     kept = left > 0
     torch.testing.assert_close(left, (p * kept) / (p * kept).sum(-1, keepdim=True))
     # Half stay, and all three in the eighth of the rows where all would go.
@@ -192,7 +198,8 @@ def test_dropped_experts_weigh_nothing_and_the_rest_sums_to_one(merged):
 
 
 def test_bad_input_is_one_line_and_the_base_comes_back(model, batch, merged):
-    before, plain = fingerprint(model), model(**batch, use_cache=True).past_key_values
+    before = fingerprint(model)
+    plain = model(**batch, use_cache=True).past_key_values
     result = merged()
     with pytest.raises(Refusal, match="E-MODEL: the cache was begun without SMEAR"):
         model(batch["input_ids"][:, :1], past_key_values=plain)

@@ -42,7 +42,8 @@ def algorithm_2(shots, pool, budget, threshold, *, standing):
 def test_data_selection_equals_the_literal_algorithm_in_rows_and_order(
     seed, threshold, rule
 ):
-    shots, pool = vectors(seed, 5, 4), vectors(seed + 100, 120, 4)
+    shots = vectors(seed, 5, 4)
+    pool = vectors(seed + 100, 120, 4)
     config = Config(budget=40, threshold=threshold, duplicates=rule)
     found = augment.choose(shots, np.split(pool, [17, 34, 100]), config)
     wanted = algorithm_2(shots, pool, 40, threshold, standing=rule == "standing")
@@ -65,7 +66,8 @@ def test_of_two_equal_rows_one_stays_and_the_repr_filter_goes_on_until_the_budge
     ):
         kept = augment.deduplicate(np.ones((2, 2)), np.array(near), 0.9, rule=rule)
         assert kept.tolist() == [stays]
-    rows, near = vectors(0, 60, 4), np.linspace(1, 0.5, 60)
+    rows = vectors(0, 60, 4)
+    near = np.linspace(1, 0.5, 60)
     one, two = (
         augment.deduplicate(rows, near, 0.7, rule=r) for r in ("repr", "standing")
     )
@@ -79,7 +81,8 @@ def test_of_two_equal_rows_one_stays_and_the_repr_filter_goes_on_until_the_budge
 
 @pytest.mark.parametrize("sampler", ["centroid", "random", "hull", "kde"])
 def test_samplers_repeat_and_do_not_depend_on_the_blocks(sampler):
-    shots, pool = vectors(8, 20, 3), 0.2 * vectors(9, 200, 3)
+    shots = vectors(8, 20, 3)
+    pool = 0.2 * vectors(9, 200, 3)
     config = Config(budget=10, sampler=sampler, duplicates="keep")
     parts = np.split(pool, [9, 18, 150])
     one, two, other = (
@@ -94,10 +97,8 @@ def test_samplers_repeat_and_do_not_depend_on_the_blocks(sampler):
 
 
 def test_inside_the_hull_means_what_a_linear_programme_says():
-    shots, pool = (
-        vectors(12, 15, 3),
-        vectors(13, 60, 3) * np.linspace(0.1, 1.2, 60)[:, None],
-    )
+    shots = vectors(12, 15, 3)
+    pool = vectors(13, 60, 3) * np.linspace(0.1, 1.2, 60)[:, None]
     found = augment.inside_hull(shots, pool, components=3)
     for row, point in enumerate(pool):
         system = np.vstack([shots.T, np.ones(15)])
@@ -109,17 +110,16 @@ def test_inside_the_hull_means_what_a_linear_programme_says():
 
 
 def test_the_density_is_equation_17():
-    shots, pool = vectors(16, 4, 3), vectors(17, 5, 3)
+    shots = vectors(16, 4, 3)
+    pool = vectors(17, 5, 3)
     for row, u in enumerate(pool):
         kernel = [
             np.exp(-((u - s) @ (u - s)) / 4 / 2) / np.sqrt(2 * np.pi) for s in shots
         ]
         wanted = pytest.approx(np.log(sum(kernel) / (4 * 2.0)))
         assert augment.log_density(shots, pool, 2.0)[row] == wanted
-    pool, config = (
-        np.array([[1.0, 0.0], [-1.0, 0.0]]),
-        Config(budget=1, sampler="kde", gamma=1.0),
-    )
+    pool = np.array([[1.0, 0.0], [-1.0, 0.0]])
+    config = Config(budget=1, sampler="kde", gamma=1.0)
     draws = [
         augment.choose(pool[:1], [pool], config, seed=s).index[0] for s in range(1000)
     ]
@@ -128,12 +128,11 @@ def test_the_density_is_equation_17():
 
 
 def test_what_nothing_can_be_chosen_from_is_refused():
-    good, near = vectors(18, 4, 3), np.ones(4)
+    good = vectors(18, 4, 3)
+    near = np.ones(4)
     bad = np.where(np.arange(4)[:, None] == 2, np.nan, good)
-    shots, pool = (
-        vectors(14, 10, 64),
-        vectors(15, 200, 64),
-    )  # K shots enclose nothing there
+    shots = vectors(14, 10, 64)
+    pool = vectors(15, 200, 64)  # K shots enclose nothing there
     hull = Config(budget=5, sampler="hull", components=64)
     for call, message in (
         (

@@ -32,7 +32,8 @@ def sets():
 
 
 def test_a_bank_is_trained_once(sets, model, tokenizer, tmp_path, monkeypatch):
-    before, learning = fingerprint(model), [p.requires_grad for p in model.parameters()]
+    before = fingerprint(model)
+    learning = [p.requires_grad for p in model.parameters()]
     trained = bank.train(model, tokenizer, sets, tmp_path, **QUICK)
     assert fingerprint(model) == before
     assert [p.requires_grad for p in model.parameters()] == learning
@@ -115,7 +116,8 @@ def test_a_bank_is_read_by_name_and_says_what_has_no_fingerprint(model, lora, tm
 
 
 def test_what_is_no_bank_or_no_set_is_refused(model, base, lora, make_bank, tmp_path):
-    two, flat = make_bank(model, 2), base(num_hidden_layers=1)
+    two = make_bank(model, 2)
+    flat = base(num_hidden_layers=1)
     for message, function, *args in (
         (
             "E-BANK: .*'b' and 'c' are the same",
@@ -280,7 +282,8 @@ BENCHMARKS = {  # arc_challenge.yaml includes arc_easy.yaml
 def test_the_catalogue_is_tables_8_and_9_and_targets_have_the_benchmarks_split(
     monkeypatch,
 ):
-    printed, asked = papers.table("rocket", 8), []
+    printed = papers.table("rocket", 8)
+    asked = []
     assert set(printed["row"]) - {"ARC-c CoT-formatted"} == set(bank.SOURCES)
     assert (
         len(set(papers.table("rocket", 9)["row"]) - {"Base"}) == len(bank.SOURCES) == 38

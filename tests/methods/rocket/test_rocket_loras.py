@@ -162,7 +162,8 @@ def test_what_is_not_a_plain_lora_of_this_base_is_refused(
 def test_what_peft_saved_computes_the_same_and_a_pickle_is_not_read(
     foreign, base, batch
 ):
-    (peft, folder), model = foreign, base()
+    peft, folder = foreign
+    model = base()
     settings(of_a_newer_peft=None, merge_weights=False)(folder)
     lora = loras.read(folder, model, ANY)
     assert lora.scale == 8 / 2  # alpha / sqrt r
@@ -310,7 +311,8 @@ def test_plain_loras_that_other_tools_and_versions_wrote_compute_what_they_do_in
 
 
 def test_layers_of_several_ranks_and_scales_are_filled_up_to_one(saved, model):
-    ranks, alphas = {"q_proj": 2, LAST: 6}, {"q_proj": 3}
+    ranks = {"q_proj": 2, LAST: 6}
+    alphas = {"q_proj": 3}
     lora = loras.read(saved(rank_pattern=ranks, alpha_pattern=alphas), model, ANY)
     stored = load_file(saved(rank_pattern=ranks, alpha_pattern=alphas) / loras.TENSORS)
     assert (lora.rank, lora.alpha, lora.scale) == (6, 8, 8 / 6)
@@ -319,7 +321,8 @@ def test_layers_of_several_ranks_and_scales_are_filled_up_to_one(saved, model):
             {"q_proj": 2, "v_proj": 4}[path.rpartition(".")[2]] if path != LAST else 6
         )
         scale = (3 if path.endswith("q_proj") else 8) / rank
-        up, own = lora.up[path], stored[loras.KEY.format(path, "B")]
+        up = lora.up[path]
+        own = stored[loras.KEY.format(path, "B")]
         assert torch.equal(down[:rank], stored[loras.KEY.format(path, "A")])
         assert not down[rank:].any() and not up[:, rank:].any()
         torch.testing.assert_close(up[:, :rank] * lora.scale, own * scale)
@@ -374,7 +377,8 @@ def test_loras_of_16_bits_compute_in_float32_as_in_peft(
     tensors(
         lambda factors: {name: factor.to(stored) for name, factor in factors.items()}
     )(folder)
-    model, lora = base(dtype=hosted), loras.read(folder, base(dtype=hosted), ANY)
+    model = base(dtype=hosted)
+    lora = loras.read(folder, base(dtype=hosted), ANY)
     peft = PeftModel.from_pretrained(base(dtype=hosted), folder).eval()
     alone = rocket.Config(candidates=1, experts=1, top_k=1)
     mixed = rocket.apply.build(base(dtype=hosted), [lora], alone)

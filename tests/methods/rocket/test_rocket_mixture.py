@@ -46,10 +46,8 @@ def test_one_expert_equals_pefts_lora(training, alpha, base, batch, lora, tmp_pa
         outputs.append(each.double().train(training)(**batch))
         outputs[-1].loss.backward()
     name = "model.layers.1.self_attn.q_proj"
-    wrapped, part = (
-        peft.get_submodule(f"base_model.model.{name}"),
-        mixed.get_submodule(name),
-    )
+    wrapped = peft.get_submodule(f"base_model.model.{name}")
+    part = mixed.get_submodule(name)
     for theirs, ours in (
         (outputs[0].logits, outputs[1].logits),
         (wrapped.lora_A["default"].weight.grad, part.down.grad[0]),
@@ -129,7 +127,8 @@ def test_removing_leaves_the_base_alone_and_one_expert_equals_its_lora(
     plain = model(**batch).logits
     for _ in range(3):
         apply.build(model, list(bank.values()), rocket.Config())
-        mixed, twin = model(**batch).logits, copy.deepcopy(model)
+        mixed = model(**batch).logits
+        twin = copy.deepcopy(model)
         assert torch.equal(apply.remove(model)(**batch).logits, plain)
         assert torch.equal(twin(**batch).logits, mixed) and not torch.allclose(
             mixed, plain
@@ -161,7 +160,9 @@ def test_experts_of_half_precision_are_trained_in_single(base, make_bank):
 
 
 def test_what_makes_no_mixture_is_refused(model, base, bank, lora):
-    four, config, other = list(bank.values()), rocket.Config(), base()
+    four = list(bank.values())
+    config = rocket.Config()
+    other = base()
     torch.nn.init.zeros_(other.lm_head.weight)
     wide = [*four[:3], lora(model, "wide", 9, rank=6)]
     for host, loras, message in (

@@ -30,10 +30,8 @@ def test_the_presets_are_what_paper_and_code_say_and_a_bad_setting_is_refused_by
         "reduction": "perplexity",
         "threshold": "duplicate_threshold",
     }
-    printed, config = (
-        papers.printed.hyperparameters("rocket", "paper"),
-        Config.preset("paper"),
-    )
+    printed = papers.printed.hyperparameters("rocket", "paper")
+    config = Config.preset("paper")
     for field in ("shots", "candidates", "experts", *names):
         assert getattr(config, field) == printed[names.get(field, field)]["value"]
     assert Config() == Config.preset("fixed")
@@ -108,7 +106,8 @@ class Words:
 
 @pytest.fixture
 def world(base, tokenizer, make_bank, shots):
-    model, config = base(), Config(shots=3, **SMALL)
+    model = base()
+    config = Config(shots=3, **SMALL)
     bank = make_bank(model)
     case = score_bank(
         model, tokenizer, bank, Words(), shots, config, task="own", seed=0
@@ -197,7 +196,8 @@ def test_tuning_leaves_base_and_loras_as_they_were_and_later_mixtures_alike(
     world, names
 ):
     model, tokenizer, bank, case, config = world
-    before, digests = fingerprint(model), [lora.digest for lora in bank.values()]
+    before = fingerprint(model)
+    digests = [lora.digest for lora in bank.values()]
 
     def gates(names):
         loras = [bank[name] for name in names]
@@ -220,7 +220,8 @@ def test_tuning_leaves_base_and_loras_as_they_were_and_later_mixtures_alike(
 def test_perplexities_stand_beside_what_tuning_came_to_and_correlate_within_a_task():
     # Of two LoRAs on two shots.
     nats = pd.DataFrame([[1.0, 1.0], [2.0, 2.0]], ["x", "y"])
-    solved, none = pd.DataFrame([[1, 0], [0, 0]], ["x", "y"]), pd.DataFrame()
+    solved = pd.DataFrame([[1, 0], [0, 0]], ["x", "y"])
+    none = pd.DataFrame()
     case = Case("a", 0, [{}, {}], nats, nats + 3, solved, np.zeros((2, 1)), none)
     table = measure.foretold({"a": case}, {("a", "y"): [0.25, 0.75]})
     assert table.index.tolist() == [("a", "y")]
@@ -244,10 +245,8 @@ def test_perplexities_stand_beside_what_tuning_came_to_and_correlate_within_a_ta
 
 def test_an_average_is_over_targets_and_mixed_cases_are_those_that_divide_the_experts():
     right = {"a": [True, False, False, False], "b": [True, True]}
-    nats, tested = (
-        {"a": [1.0, 2.0, 3.0, 4.0], "b": [6.0, 8.0]},
-        {"a": "a_task", "b": "b_task"},
-    )
+    nats = {"a": [1.0, 2.0, 3.0, 4.0], "b": [6.0, 8.0]}
+    tested = {"a": "a_task", "b": "b_task"}
     tables = {
         t: pd.DataFrame(
             {"task": tested[t], "domain": "d", "correct": c, "nll": nats[t]}
@@ -297,7 +296,8 @@ def experiment(tier, **parts):
 
 
 def test_the_tier_paper_tunes_as_table_12_says_and_claims_the_average_of_its_tasks():
-    used, stated = values("paper"), papers.printed.hyperparameters("rocket", "paper")
+    used = values("paper")
+    stated = papers.printed.hyperparameters("rocket", "paper")
     for name in ("schedule", "weight_decay", "shots", "candidates", "experts"):
         assert used[name] == stated[name]["value"]
     assert float(used["rates"]) == stated["lr"]["value"]

@@ -30,7 +30,8 @@ def test_perplexities_equal_transformers_one_sample_at_a_time(
 ):
     monkeypatch.setattr(matmul, "ENOUGH", 0)  # as if the model were wide
     model = base(attention_dropout=0.5).train()
-    bank, how = make_bank(model, 3), {"reduction": reduction, "tokens": tokens}
+    bank = make_bank(model, 3)
+    how = {"reduction": reduction, "tokens": tokens}
     shots = [*shots, {**shots[0], "answer": "34"}]  # which goes on where another ends
     nats = scoring.log_perplexity(model, tokenizer, bank, shots, **how)
     assert model.training
@@ -39,10 +40,8 @@ def test_perplexities_equal_transformers_one_sample_at_a_time(
             base(), loras.write(lora, tmp_path / name)
         ).eval()
         for place, row in enumerate(encode(shots, tokenizer, max_length=1000)):
-            ids, labels = (
-                torch.tensor([row["input_ids"]]),
-                torch.tensor([row["labels"]]),
-            )
+            ids = torch.tensor([row["input_ids"]])
+            labels = torch.tensor([row["labels"]])
             with torch.no_grad():
                 loss = peft(input_ids=ids, labels=labels).loss.item()
             count = (
@@ -92,10 +91,8 @@ def test_a_right_number_is_right_in_other_words(model, bank, tokenizer, monkeypa
         "answer": "Natalia sold 48/2 = <<48/2=24>>24.\n#### 1,024",
     }
     rows = [{"task": "GSM8K"} | templates.gsm8k(raw, "here")] * 3
-    texts, limits = (
-        ["In all 500 + 524 = 1024 clips.", "1,024", "1024 in May, so 24"],
-        set(),
-    )
+    texts = ["In all 500 + 524 = 1024 clips.", "1,024", "1024 in May, so 24"]
+    limits = set()
     monkeypatch.setattr(
         scoring, "generate", lambda *_, limit: limits.add(limit) or texts
     )
@@ -120,7 +117,8 @@ def test_scores_are_equations_4_and_5():
 
 def test_a_candidate_without_a_finite_loss_is_left_out_and_named(score, bank):
     next(iter(bank["b"].up.values()))[0, 0] = torch.nan
-    nats, hits = score(), pd.DataFrame(True, index=list(bank), columns=range(4))
+    nats = score()
+    hits = pd.DataFrame(True, index=list(bank), columns=range(4))
     with pytest.warns(
         UserWarning, match="W-NONFINITE: no finite perplexity from b; left out"
     ):
@@ -152,13 +150,15 @@ def test_a_program_is_right_when_it_passes_the_rows_tests(
 
 
 def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
-    bare, host = [{"prompt": "x" * 300, "answer": "y"}], (model, tokenizer)
+    bare = [{"prompt": "x" * 300, "answer": "y"}]
+    host = (model, tokenizer)
     code = {
         "task": "MBPP",
         "prompt": "Add.",
         "answer": "def f(a, b):\n    return a + b",
     }
-    two, three = pd.DataFrame(1.0, [*"ab"], [0]), pd.DataFrame(1.0, [*"abc"], [0])
+    two = pd.DataFrame(1.0, [*"ab"], [0])
+    three = pd.DataFrame(1.0, [*"abc"], [0])
     for message, call in {
         "E-KSHOT: have 0": lambda: score([]),
         "E-BANK: the bank is empty": lambda: score(members={}),

