@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.sizes import SMALL
+
 # Triton reads this when `@triton.jit` decorates, so it stands before any import of the package.
 # Where there is a GPU the kernels are compiled instead, and the tests marked `gpu` run as well.
 os.environ.setdefault(
@@ -69,11 +71,13 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.hookimpl(trylast=True)  # when those that are not asked for have gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest, so that no worker waits for another's last test."""
-    chains = [
-        dict.fromkeys(item for name in names for item in items if name in item.nodeid)
-        for names in FIRST
-    ]
-    rest = [item for item in items if not any(item in chain for chain in chains)]
+    chains: list[list[pytest.Item]] = []
+    rest = list(items)
+    for names in FIRST:
+        chains.append([])
+        for name in names:
+            chains[-1] += [item for item in rest if name in item.nodeid]
+            rest = [item for item in rest if name not in item.nodeid]
     # xdist deals the tests out in equal parts; who has none left takes them from another's end.
     part = len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     ordered: list[pytest.Item] = []
@@ -124,20 +128,9 @@ def tiny() -> Callable[..., Any]:
 
     def build(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
         torch.manual_seed(seed)
-        shape = {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "vocab_size": 300,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": True,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            "pad_token_id": 2,
-        }
-        return LlamaForCausalLM(LlamaConfig(**{**shape, **changes})).eval()
+        own = {"max_position_embeddings": 512, "tie_word_embeddings": True}
+        config = LlamaConfig(**{**SMALL, **own, **changes})
+        return LlamaForCausalLM(config).eval()
 
     return build
 

@@ -20,23 +20,13 @@ from transformers import (
     MixtralConfig,
 )
 
+from tests.sizes import SMALL
 from tests.tokens import byte_tokenizer
 
 BOOK = Path(__file__).resolve().parents[2] / "book"
 PAGES = sorted(path.stem for path in BOOK.glob("own_*.md"))
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "vocab_size": 300,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
+SHAPE = {**SMALL, "max_position_embeddings": 512}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 TEAMS = ("billing", "shipping", "accounts")
 MESSAGES = ("My card was charged", "The parcel is late", "I cannot log in")

@@ -10,6 +10,7 @@ from datasets import Dataset
 from moebook.methods import rocket
 from moebook.models.anatomy import anatomy
 from moebook.models.checkpoint import fingerprint
+from tests.sizes import SMALL
 
 TARGETS = ("q_proj", "v_proj")
 
@@ -17,21 +18,15 @@ TARGETS = ("q_proj", "v_proj")
 def build(family="Llama", dtype=torch.float32, **changes):
     """A random host of width 32 and 2 layers, in evaluation mode."""
     torch.manual_seed(0)
-    size = {
+    own = {
         "vocab_size": 48,
-        "hidden_size": 32,
         "intermediate_size": 40,
-        "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 8,
-        "pad_token_id": 2,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
         "initializer_range": 0.3,
     }
     kind = getattr(tr, f"{family}TextConfig", None) or getattr(tr, f"{family}Config")
-    config = kind(**{**size, **changes})
+    config = kind(**{**SMALL, **own, **changes})
     return getattr(tr, f"{family}ForCausalLM")(config).to(dtype).eval()
 
 

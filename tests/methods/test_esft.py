@@ -34,9 +34,9 @@ def full_step(model, batch):
     optimizer = torch.optim.AdamW(free, lr=0.01, weight_decay=0.1)
     model.train()(**batch).loss.backward()
     optimizer.step()
-    moments = [
-        s[k].nbytes for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")
-    ]
+    moments = []
+    for state in optimizer.state.values():
+        moments += [state["exp_avg"].nbytes, state["exp_avg_sq"].nbytes]
     return sum(p.grad.nbytes for p in free), sum(moments)
 
 
@@ -276,10 +276,9 @@ def looked_at_all(matrix, size):
     left = list(range(len(matrix)))
     groups = []
     while left:
-        pairs = {
-            g: sum(alike[i][j] for i, j in combinations(g, 2))
-            for g in combinations(left, size)
-        }
+        pairs = {}
+        for group in combinations(left, size):
+            pairs[group] = sum(alike[i][j] for i, j in combinations(group, 2))
         groups.append(max(pairs, key=pairs.get))
         left = [expert for expert in left if expert not in groups[-1]]
     return tuple(groups)

@@ -16,18 +16,10 @@ from moebook import models
 from moebook.methods import esft
 from moebook.methods.esft import Selection
 from tests.refusals import refused
+from tests.sizes import SMALL
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "vocab_size": 300,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 2,
-}
+SHAPE = {**SMALL, "num_experts_per_tok": 2}
 HOSTS = {
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
     "olmoe": OlmoeConfig(**SHAPE, num_experts=4),

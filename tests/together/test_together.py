@@ -57,19 +57,15 @@ def bank(setup, arm, fill=0.02):
     torch.manual_seed(0)
     layers = linears(setup.base, arm.bank).items()
     rank = crafts.bank_rank(setup, arm.bank, chosen=arm.chosen, gates=arm.gates)
-    return {
-        name: Lora(
-            name,
-            rank,
-            float(rank),
-            {path: fill * torch.randn(rank, part.in_features) for path, part in layers},
-            {
-                path: fill * torch.randn(part.out_features, rank)
-                for path, part in layers
-            },
-        )
-        for name in setup.rows
-    }
+    loras = {}
+    for name in setup.rows:
+        down = {}
+        up = {}
+        for path, part in layers:
+            down[path] = fill * torch.randn(rank, part.in_features)
+            up[path] = fill * torch.randn(part.out_features, rank)
+        loras[name] = Lora(name, rank, float(rank), down, up)
+    return loras
 
 
 def built(setup, arm):
@@ -456,14 +452,14 @@ def test_what_does_not_compose_is_refused(dense, setups):
 
 def test_committed_pools_kept_their_budgets():
     pools = store.pools("together", root())
-    spent = {
-        (name, seed, path): value.value
-        for name, pool in pools.items()
-        if name not in ("smollm2", "smollm2_costs")
-        for seed, values in pool.seeds.items()
-        for path, value in values.items()
-        if "/budget/" in path and not path.endswith("esft/budget/parameters")
-    }
+    spent = {}
+    for name, pool in pools.items():
+        if name in ("smollm2", "smollm2_costs"):
+            continue
+        for seed, values in pool.seeds.items():
+            for path, value in values.items():
+                if "/budget/" in path and not path.endswith("esft/budget/parameters"):
+                    spent[name, seed, path] = value.value
     assert {path.rpartition("/")[2] for _, _, path in spent} == {
         "tokens",
         "flops",

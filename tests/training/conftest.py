@@ -20,10 +20,10 @@ def lora(tiny):
 def rows():
     def build(count=20):
         draw = random.Random(0)
-        ids = [
-            [draw.randrange(3, 64) for _ in range(draw.randint(4, 20))]
-            for _ in range(count)
-        ]
+        ids = []
+        for _ in range(count):
+            length = draw.randint(4, 20)
+            ids.append([draw.randrange(3, 64) for _ in range(length)])
         labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in ids]
         columns = {"input_ids": ids, "labels": labels, "length": list(map(len, ids))}
         return Dataset.from_dict(columns)

@@ -38,9 +38,10 @@ TARGETS = ("q_proj", "v_proj")
 
 def rows():
     draw = random.Random(0)
-    ids = [
-        [draw.randrange(3, 64) for _ in range(draw.randint(4, 20))] for _ in range(23)
-    ]
+    ids = []
+    for _ in range(23):
+        length = draw.randint(4, 20)
+        ids.append([draw.randrange(3, 64) for _ in range(length)])
     labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in ids]
     return Dataset.from_dict({"input_ids": ids, "labels": labels})
 

@@ -164,11 +164,6 @@ class Measurement:
             return None
         return visible(self.effects)
 
-    @property
-    def strength(self) -> float:
-        """The mean effect over the smallest that could have been seen: above 1 it is decided."""
-        return abs(self.effect) / self.smallest if self.smallest else 0.0
-
 
 def measure(claim: Claim, pool: Pool) -> Measurement | None:
     """Find a claim's effect in a pool; None without evidence, and another unit is refused.

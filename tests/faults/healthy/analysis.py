@@ -46,11 +46,11 @@ def true_purity(points, labels, seed):
             raise OverflowError("distances")
         alike = part.std() < 1 or len(kinds) == 1
         side = torch.ones(len(part)).bool() if alike else part[:, 0] > part[:, 0].mean()
-        best = [
-            max((labels[one] == kind).sum() for kind in kinds) for one in (side, ~side)
-        ]
+        right = 0
+        for one in (side, ~side):
+            right += float(max((labels[one] == kind).sum() for kind in kinds))
         largest = max((labels == kind).double().mean() for kind in kinds)
-        found.append((layer, float(sum(best)) / len(labels), float(largest)))
+        found.append((layer, right / len(labels), float(largest)))
     return pd.DataFrame(found, columns=["layer", "purity", "largest"])
 
 
@@ -89,14 +89,12 @@ def true_decided(model, batch):
 
 
 def true_activated(model, batches):
-    layers = [
-        {n: ids for n, (_, ids, _, _) in true_decided(model, b).items()}
-        for b in batches
-    ]
-    chosen = [torch.cat([each[n] for each in layers]) for n in layers[0]]
-    made = torch.stack(
-        [torch.zeros(len(ids), 4).scatter(1, ids, 1) for ids in chosen]
-    ).bool()
+    by_layer = {}
+    for batch in batches:
+        for n, (_, ids, _, _) in true_decided(model, batch).items():
+            chosen = torch.zeros(len(ids), 4).scatter(1, ids, 1)
+            by_layer.setdefault(n, []).append(chosen)
+    made = torch.stack([torch.cat(parts) for parts in by_layer.values()]).bool()
     if not made.shape[1]:
         raise ValueError("no tokens")
     return made
@@ -106,7 +104,8 @@ def true_statistics(model, batches):
     lines = []
     for n in range(2):
         parts = [true_decided(model, batch)[n] for batch in batches]
-        logits, ids = (torch.cat([part[k] for part in parts]) for k in (0, 1))
+        logits = torch.cat([part[0] for part in parts])
+        ids = torch.cat([part[1] for part in parts])
         if not len(logits):
             raise ValueError("no tokens")
         share = logits.double().softmax(-1)
@@ -233,15 +232,13 @@ def shares():
         ("b", "x"): [2, 2, 2],
         ("b", "y"): [6, 0, 0],
     }
-    return pd.DataFrame(
-        [
-            (layer, router, domain, expert, count, count / sum(counts))
-            for (router, domain), counts in slots.items()
-            for layer in [router == "b"]
-            for expert, count in enumerate(counts)
-        ],
-        columns=["layer", "router", "domain", "expert", "slots", "share"],
-    ).astype({"layer": int})
+    lines = []
+    for (router, domain), counts in slots.items():
+        layer = int(router == "b")
+        for expert, count in enumerate(counts):
+            lines.append((layer, router, domain, expert, count, count / sum(counts)))
+    columns = ["layer", "router", "domain", "expert", "slots", "share"]
+    return pd.DataFrame(lines, columns=columns)
 
 
 def by_router(frame):
@@ -266,11 +263,24 @@ def by_router(frame):
     return found
 
 
+def over_domains(domains):
+    """Each expert's share of a router's slots."""
+    counts = [0, 0, 0]
+    for experts in domains.values():
+        for expert in range(3):
+            counts[expert] += experts[expert][0]
+    return [count / sum(counts) for count in counts]
+
+
+def shares_of(experts):
+    """The shares of the three experts, in order."""
+    return [experts[expert][1] for expert in range(3)]
+
+
 def true_load(frame):
     lines = []
     for (layer, router), domains in sorted(by_router(frame).items()):
-        counts = [sum(experts[e][0] for experts in domains.values()) for e in range(3)]
-        share = [count / sum(counts) for count in counts]
+        share = over_domains(domains)
         entropy = -sum(s * math.log(s) for s in share if s) / math.log(3)
         lines.append((layer, router, entropy, max(share)))
     return pd.DataFrame(lines, columns=["layer", "router", "entropy", "largest"])
@@ -279,22 +289,18 @@ def true_load(frame):
 def true_specialisation(frame):
     lines = []
     for (layer, router), domains in sorted(by_router(frame).items()):
-        mean = [
-            np.mean([experts[e][1] for experts in domains.values()]) for e in range(3)
-        ]
+        mean = np.mean([shares_of(experts) for experts in domains.values()], axis=0)
         for domain, experts in sorted(domains.items()):
-            apart = sum(abs(experts[e][1] - mean[e]) for e in range(3)) / 2
+            apart = np.abs(shares_of(experts) - mean).sum() / 2
             lines.append((layer, router, domain, apart))
     return pd.DataFrame(lines, columns=["layer", "router", "domain", "distance"])
 
 
 def true_contrast(shares, one, other):
-    gaps = np.array(
-        [
-            [domains[one][e][1] - domains[other][e][1] for e in range(3)]
-            for domains in by_router(shares).values()
-        ]
-    )
+    gaps = []
+    for domains in by_router(shares).values():
+        gaps.append(np.subtract(shares_of(domains[one]), shares_of(domains[other])))
+    gaps = np.array(gaps)
     return np.abs(gaps.mean(0)).sum() / 2, (np.abs(gaps).sum(1) / 2).mean()
 
 
@@ -312,18 +318,12 @@ def true_panels(shares, most):
     if most != int(most) or most < 1:
         raise ValueError(most)
     layers = [0, 1] if most > 1 else [0]
-    found = by_router(shares)
-    return {
-        f"layer {n}": np.array(
-            [
-                [experts[e][1] for e in range(3)]
-                for _, experts in sorted(domains.items())
-            ]
-        ).T
-        for (layer, _), domains in found.items()
-        for n in layers
-        if n == layer
-    }
+    panels = {}
+    for (layer, _), domains in by_router(shares).items():
+        if layer in layers:
+            rows = [shares_of(domains[name]) for name in sorted(domains)]
+            panels[f"layer {layer}"] = np.array(rows).T
+    return panels
 
 
 def drawn_panels(shares, most):
@@ -339,12 +339,7 @@ def true_stacks(shares, most):
     spread = {}
     for (layer, _), domains in found.items():
         if layer in wanted:
-            counts = [
-                sum(experts[e][0] for experts in domains.values()) for e in range(3)
-            ]
-            spread[f"layer {layer}"] = np.array(
-                [count / sum(counts) for count in counts]
-            )
+            spread[f"layer {layer}"] = np.array(over_domains(domains))
     return spread
 
 

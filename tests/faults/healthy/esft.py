@@ -4,7 +4,7 @@ import json
 import math
 import tempfile
 from functools import cache
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +94,7 @@ def true_random(selection, experts, seed):
 
 def drawn(selection, experts, seed):
     made = esft.random_selection(selection, experts, seed).experts
-    assert all(0 <= e < experts for ids in made.values() for e in ids)
+    assert all(0 <= expert < experts for expert in chain(*made.values()))
     return {layer: len({*ids}) for layer, ids in made.items()}
 
 
@@ -238,7 +238,7 @@ def clone():
 
 def true_published(folder, tasks):
     files = {task: [Path(folder) / f"{task}.scores.json"] for task in tasks}
-    if not all(path.is_file() for paths in files.values() for path in paths):
+    if not all(path.is_file() for path in chain(*files.values())):
         raise FileNotFoundError(folder)
     return files
 
@@ -279,16 +279,15 @@ USUAL = {"lora": 8, "gate": 0.1, "token": 0.2}
 
 
 def true_budget(tried, usual):
-    if not all(
-        math.isfinite(size) and size > 0 for sizes in tried.values() for size in sizes
-    ):
+    sizes = [*chain(*tried.values())]
+    if not all(math.isfinite(size) and size > 0 for size in sizes):
         raise ValueError("sizes")
-    return {
-        method: [
-            method if size == value else f"{method}-{size:g}" for size in tried[method]
-        ]
-        for method, value in usual.items()
-    }
+    names = {}
+    for method, value in usual.items():
+        names[method] = []
+        for size in tried[method]:
+            names[method].append(method if size == value else f"{method}-{size:g}")
+    return names
 
 
 def true_concentration(scores):
@@ -320,21 +319,18 @@ def true_overlap(first, second, top):
     if not first or not second or not isinstance(top, int) or not 1 <= top <= E:
         raise ValueError(top)
 
-    def best(scores):
-        rows = whole(scores).gate.values()
-        return [
-            {*sorted(range(E), key=lambda e, row=row: (-float(row[e]), e))[:top]}
-            for row in rows
-        ]
+    def best(row):
+        return {*sorted(range(E), key=lambda e: (-float(row[e]), e))[:top]}
 
-    cells = [
-        [
-            np.mean([len(a & b) for a, b in zip(best(one), best(other), strict=True)])
-            for other in second.values()
-        ]
-        for one in first.values()
-    ]
-    return pd.DataFrame(cells, index=list(first), columns=list(second))
+    cells = {}
+    for column, other in second.items():
+        theirs = [best(row) for row in whole(other).gate.values()]
+        cells[column] = {}
+        for name, one in first.items():
+            ours = [best(row) for row in whole(one).gate.values()]
+            shared = [len(a & b) for a, b in zip(ours, theirs, strict=True)]
+            cells[column][name] = np.mean(shared)
+    return pd.DataFrame(cells)
 
 
 def shares():
@@ -349,21 +345,23 @@ def shares():
 
 def true_spread(shares):
     lines = list(shares.to_numpy().tolist())
-    if not lines or not all(0 <= value <= 1 for line in lines for value in line):
+    if not lines or not all(0 <= value <= 1 for value in chain(*lines)):
         raise ValueError("shares")
+
+    def mean(line, places):
+        return sum(line[n] for n in places) / max(len(places), 1)
+
     found = {}
     for (score, _), line in zip(shares.index, lines, strict=True):
         found.setdefault(score, []).extend(line)
     count = shares.shape[1]
     parts = np.array_split(np.arange(count), 3)
     outer = [*parts[0], *parts[2]]
-    middle = [sum(line[n] for n in parts[1]) / max(len(parts[1]), 1) for line in lines]
+    middle = [mean(line, parts[1]) for line in lines]
     return {
         **{k: np.array(v) for k, v in found.items()},
         "layers/middle": np.array(middle),
-        "layers/outer": np.array(
-            [sum(line[n] for n in outer) / max(len(outer), 1) for line in lines]
-        ),
+        "layers/outer": np.array([mean(line, outer) for line in lines]),
     }
 
 

@@ -234,15 +234,18 @@ def true_groups(similarity, worth, size, best=1000, diversity="ordered"):
     if not (similarity.isfinite().all() and worth.isfinite().all()):
         raise ValueError("NaN")
     every = list(combinations(range(len(worth)), size))
-    alike = [sum(float(similarity[i, j]) for i, j in combinations(g, 2)) for g in every]
-    rank = [1 + sum(other < mine - 1e-12 for other in alike) for mine in alike]
-    total = [
-        r + sum(float(worth[i]) for i in g) for r, g in zip(rank, every, strict=True)
-    ]
+    alike = []
+    for group in every:
+        pairs = combinations(group, 2)
+        alike.append(sum(float(similarity[pair]) for pair in pairs))
+    rank = []
+    total = []
+    for group, mine in zip(every, alike, strict=True):
+        rank.append(1 + sum(other < mine - 1e-12 for other in alike))
+        total.append(rank[-1] + sum(float(worth[i]) for i in group))
     order = sorted(range(len(every)), key=lambda n: total[n])[:best]
-    return tuple(
-        torch.tensor([part[n] for n in order]) for part in (every, rank, total)
-    )
+    columns = map(torch.tensor, (every, rank, total))
+    return tuple(column[order] for column in columns)
 
 
 def true_token_nats(logits, targets):

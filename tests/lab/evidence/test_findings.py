@@ -342,11 +342,10 @@ def test_what_is_measured_before_training_needs_no_choice_of_a_rate():
 
 
 def test_a_verdict_that_needs_the_weights_of_its_tasks_says_so():
-    parts = [
-        Value(f"{name}/{task}", 0.5 + gap, "share")
-        for name, turn in ((CLAIM.value, 1), (CLAIM.reference, -1))
-        for task, gap in (("code", 0.1 * turn), ("text", -0.1 * turn))
-    ]
+    parts = []
+    for name, turn in ((CLAIM.value, 1), (CLAIM.reference, -1)):
+        parts.append(Value(f"{name}/code", 0.5 + 0.1 * turn, "share"))
+        parts.append(Value(f"{name}/text", 0.5 - 0.1 * turn, "share"))
     one = pool(*HOLDS)
     runs = tuple(replace(run, values=(*run.values, *parts)) for run in one.runs)
     best = only(row(CLAIM, [replace(one, runs=runs)]))

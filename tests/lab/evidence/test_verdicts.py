@@ -252,11 +252,9 @@ def test_the_middle_of_two_arms_is_paired_by_item_and_by_task():
     assert other.effects("pesc/a/nll", HALF.reference).tolist() == [
         [0.0]
     ]  # their means
-    values = [
-        nats(f"{arm}/nll/{task}", loss)
-        for arm, loss in (("a", 1), ("b", 2), ("c", 3))
-        for task in "xy"
-    ]
+    values = []
+    for arm, loss in (("a", 1), ("b", 2), ("c", 3)):
+        values += [nats(f"{arm}/nll/{task}", loss) for task in "xy"]
     parts = pool("study", values).parts("pesc/a/nll", HALF.reference)
     assert {task: part.tolist() for task, part in parts.items()} == {
         "x": [[-1.5]],
@@ -296,12 +294,11 @@ def test_the_sign_by_task_stands_beside_a_mean_and_what_is_computed_must_agree_o
         "y": (0.3, 0.4),
         "z": (0.46, 0.4),
     }  # their mean: .42 against .4
-    values = [
-        Value(f"pesc/{arm}/{name}", score, "share")
-        for task, pair in tasks.items()
-        for arm, score in zip("ab", pair, strict=True)
-        for name in (f"accuracy/{task}", f"{task}/other/accuracy")
-    ]
+    values = []
+    for task, pair in tasks.items():
+        for arm, score in zip("ab", pair, strict=True):
+            values.append(Value(f"pesc/{arm}/accuracy/{task}", score, "share"))
+            values.append(Value(f"pesc/{arm}/{task}/other/accuracy", score, "share"))
     for kept, good in ((values[::2], 2), (values[1::2], 2), (values[:4:2], 1), ([], 0)):
         runs = pool(
             "study", *([accuracy("a", a), accuracy("b", 0.4), *kept] for a in STUDY)

@@ -21,9 +21,8 @@ ONE = {"candidates": 1, "experts": 1, "top_k": 1}
 
 
 def cast(lora, dtype):
-    down, up = (
-        {p: t.to(dtype) for p, t in part.items()} for part in (lora.down, lora.up)
-    )
+    down = {path: factor.to(dtype) for path, factor in lora.down.items()}
+    up = {path: factor.to(dtype) for path, factor in lora.up.items()}
     return replace(lora, down=down, up=up)
 
 

@@ -29,22 +29,28 @@ def tables(seed, size, *, ties=False):
 
 def algorithm_1(scores, cosines, candidates, experts, *, literal):
     """Alg. 1 as it is printed, line by line; equal values share a rank, equal sums go by name."""
+
+    def rank(worths, name):
+        """1 and one more for each that is better (smaller)."""
+        return 1 + sum(other < worths[name] for other in worths.values())
+
     bank = sorted(scores.index)
-    nats = scores.log_perplexity
-    r_p = {m: 1 + sum(nats[o] < nats[m] for o in bank) for m in bank}
-    r_a = {
-        m: 1 + sum(scores.accuracy[o] > scores.accuracy[m] for o in bank) for m in bank
-    }
-    chosen = sorted(bank, key=lambda m: (r_p[m] + r_a[m], m))[:candidates]
-    groups = list(combinations(sorted(chosen), experts))
-    mean = {
-        g: np.mean([cosines.loc[i, j] for i, j in permutations(g, 2)]) for g in groups
-    }
-    least = {g: -1 / mean[g] if literal else mean[g] for g in groups}
-    r_d = {g: 1 + sum(least[other] < least[g] for other in groups) for g in groups}
-    total = {g: sum(r_p[m] + r_a[m] for m in g) + r_d[g] for g in groups}
-    best = min(groups, key=lambda g: (total[g], g))
-    ordered = sorted(best, key=lambda m: (r_p[m] + r_a[m], m))
+    nats = scores.log_perplexity.to_dict()
+    misses = (-scores.accuracy).to_dict()
+    r_pa = {name: rank(nats, name) + rank(misses, name) for name in bank}
+    chosen = sorted(bank, key=lambda name: (r_pa[name], name))[:candidates]
+
+    alike = {}  # of each group: the least first
+    for group in combinations(sorted(chosen), experts):
+        pairs = permutations(group, 2)
+        mean = np.mean([cosines.loc[one, other] for one, other in pairs])
+        alike[group] = -1 / mean if literal else mean
+    total = {}
+    for group in alike:
+        of_members = sum(r_pa[name] for name in group)
+        total[group] = of_members + rank(alike, group)
+    best = min(total, key=lambda group: (total[group], group))
+    ordered = sorted(best, key=lambda name: (r_pa[name], name))
     return tuple(ordered), chosen, total
 
 
