@@ -44,7 +44,8 @@ def joined(gpus: float, address: str = "auto", **environment: Any) -> Iterator[A
             "E-CLUSTER", "no Ray cluster is running here; start one: ray start --head"
         )
     try:
-        if lack := lacking(ray, gpus):
+        lack = lacking(ray, gpus)
+        if lack:
             refuse("E-CLUSTER", lack)
         yield ray
     finally:

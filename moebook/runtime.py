@@ -169,9 +169,10 @@ def peak_memory(pid: int | str = "self", mark: str = "VmHWM") -> int | None:
     with suppress(
         OSError
     ):  # it has ended, or the system, not Linux, keeps no such mark
-        if found := re.search(
+        found = re.search(
             rf"^{mark}:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M
-        ):
+        )
+        if found:
             return int(found[1]) * 1024
     return None
 

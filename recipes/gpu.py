@@ -60,7 +60,8 @@ def _run(folder: Path, device: str, end: float) -> int:
     """Run what is not done, in order, until a time; return 1 if anything is left."""
     place = folder / ("runs" if device == "cpu" else "results") / "gpu"
     for name, command, code in todo(folder, device, place):
-        if (left := end - time.monotonic()) < LEAST:
+        left = end - time.monotonic()
+        if left < LEAST:
             break
         print(f"{name}: {command}", flush=True)
         facts = _here(folder, device) | {"code": storage.files.code(folder / code)}
@@ -79,7 +80,8 @@ def todo(folder: Path, device: str, place: Path) -> list[tuple[str, str, str]]:
     for name, step in storage.read_yaml(folder / "recipes" / "gpu.yaml").items():
         told = _told(place / f"{name}.json")
         for command in step.get("on_cpu" if device == "cpu" else "", step["commands"]):
-            if (ended := told.get(command, {}).get("exit")) != 0:
+            ended = told.get(command, {}).get("exit")
+            if ended != 0:
                 behind = command in told and (
                     ended is not None or "start" in step["goes_on"]
                 )

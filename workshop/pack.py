@@ -97,7 +97,8 @@ def wheels(folder: Path, target: Path) -> None:
         [*pip, "wheel", "-w", str(target), "-c", str(locked), "jupyterlab"],
         "the wheelhouse",
     )
-    if heavy := sorted(path.name for path in target.glob("nvidia*")):
+    heavy = sorted(path.name for path in target.glob("nvidia*"))
+    if heavy:
         refuse(
             "E-DEP",
             f"pip chose a torch for GPUs, which brings {len(heavy)} packages such as "

@@ -124,7 +124,8 @@ def _rendered(template: str, raw: Mapping[str, Any], where: str, **more: str) ->
 
 def _listed(expression: str, raw: Mapping[str, Any], where: str) -> list[Any]:
     """The list that an expression over a raw row gives; its plain fields are text."""
-    _, names = _compiled(f"{{{{ {expression} }}}}")
+    printing = "{{ " + expression + " }}"  # a template that reads the same fields
+    _, names = _compiled(printing)
     for name in names:
         if not isinstance(raw.get(name), (list, Mapping)):
             field(raw, name, where)

@@ -84,7 +84,8 @@ def check(arms: Mapping[str, Arm], settings: Settings, shared: Complaints = ()) 
 
 def refuse_complaints(complaints: Complaints) -> None:
     """Refuse what is complained of, all in one line (E-RANGE)."""
-    if every := dict.fromkeys(complaints):
+    every = dict.fromkeys(complaints)
+    if every:
         refuse("E-RANGE", "; and ".join(every))
 
 

@@ -94,7 +94,8 @@ def needs(
     if grid and fixed:
         pair = f"rates = {rates!r} and fixed_rates = {fixed_rates!r}"
         yield f"{pair}: give rates to choose from, or a fixed one for each arm, not both"
-    if lacking := [name for name in arms if fixed and name not in fixed]:
+    lacking = [name for name in arms if fixed and name not in fixed]
+    if lacking:
         more = ", ".join(f"{name}=..." for name in lacking)
         yield f"fixed_rates = {fixed_rates!r} has no rate for {', '.join(lacking)}: add {more}"
     if at_least_one and not grid:

@@ -189,7 +189,8 @@ def by_expert(
     experts = tuple(experts)
     if len({*experts}) < len(experts):
         refuse("E-NAME", f"a LoRA is named twice: {', '.join(experts)}")
-    if twice := sorted(nats.index[nats.index.duplicated()]):
+    twice = sorted(nats.index[nats.index.duplicated()])
+    if twice:
         refuse("E-BANK", f"'{twice[0]}' stands twice in the nats: score each LoRA once")
     for name in experts:
         refuse_unknown(

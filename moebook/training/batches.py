@@ -66,7 +66,8 @@ class Batches:
 
     def check(self, vocabulary: int, longest: int) -> None:
         """Refuse rows that a model of so many token ids, and tokens a row, cannot take."""
-        if (length := self.lengths.max()) > longest:
+        length = self.lengths.max()
+        if length > longest:
             where = f"row {self.lengths.argmax()} has {length} tokens"
             refuse("E-RANGE", f"{where}, the model takes {longest}: lower max_length")
         ids = {*chain(*self.row_ids)}
@@ -76,7 +77,8 @@ class Batches:
             ("pad_id", {self.pad_id}),
             ("labels", labels),
         ):
-            if odd := [token for token in used if not 0 <= token < vocabulary]:
+            odd = [token for token in used if not 0 <= token < vocabulary]
+            if odd:
                 known = f"the model knows 0 to {vocabulary - 1}: use its own tokenizer"
                 refuse("E-VOCAB", f"{name}: {min(odd)} is no token, {known}")
 

@@ -235,9 +235,10 @@ class Store:
                 f"W-REPRO: {path} is from {there}, this is {here}", stacklevel=2
             )
         old = kept.settings
-        if changed := sorted(
+        changed = sorted(
             key for key, value in self.run.items() if old.get(key) != value
-        ):
+        )
+        if changed:
             shown = ", ".join(
                 f"{key} {old.get(key)} -> {self.run[key]}" for key in changed
             )

@@ -109,7 +109,8 @@ def _groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
         )
         group["params"].append(parameter)
     used = {own for own, _ in groups}
-    if unused := rates.keys() - used:
+    unused = rates.keys() - used
+    if unused:
         why = "but no such parameter is trained"
         refuse("E-NAME", f"rates names '{min(unused)}', {why}")
     return [*groups.values()]

@@ -66,7 +66,8 @@ def adopt(accelerator: Accelerator) -> bool:
         "fsdp_offload_params: true": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "fsdp_cpu_ram_efficient_loading: true": plugin.cpu_ram_efficient_loading,
     }
-    if wrong := next((name for name, found in asked.items() if found), None):
+    wrong = next((name for name, found in asked.items() if found), None)
+    if wrong:
         refuse(
             "E-CHOICE",
             f"accelerate's configuration says {wrong}, which would not be "
@@ -77,7 +78,8 @@ def adopt(accelerator: Accelerator) -> bool:
 
 def twin(model: nn.Module) -> nn.Module:
     """Copy a model's modules, with their hooks, around its own parameters and buffers."""
-    if len(dtypes := {p.dtype for p in model.parameters() if p.requires_grad}) > 1:
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    if len(dtypes) > 1:
         names = " and ".join(sorted(map(str, dtypes)))
         refuse(
             "E-DTYPE",

@@ -45,7 +45,8 @@ def faults(browser, page):
     if browser.run(NO_PICTURE):
         yield "a figure is text, and no picture"
     browser.run(FOLD)
-    if (height := browser.run(SIZE % "scrollHeight")) > TALLEST:
+    height = browser.run(SIZE % "scrollHeight")
+    if height > TALLEST:
         yield f"{height} px tall"
     browser.run(FOLD)
     tables = browser.run(SHOWN)
@@ -59,9 +60,11 @@ def faults(browser, page):
         browser.run(THEME % (theme, theme))
         yield from (f"{theme}: {violation}" for violation in browser.violations())
     browser.resize(PHONE, 800)
-    if (width := browser.run(SIZE % "scrollWidth")) > PHONE:
+    width = browser.run(SIZE % "scrollWidth")
+    if width > PHONE:
         yield f"{width} px wide on a phone"
-    if (height := browser.run(SIZE % "scrollHeight")) > TALLEST_ON_A_PHONE:
+    height = browser.run(SIZE % "scrollHeight")
+    if height > TALLEST_ON_A_PHONE:
         yield f"{height} px tall on a phone"
     yield from (f"asks for {url}" for url in browser.requests if url.startswith("http"))
     yield from (f"throws {error['text']}" for error in browser.errors)

@@ -88,7 +88,8 @@ CALLS = {  # of the C library, with arguments that change nothing where they are
 
 
 def forked():
-    if not (child := os.fork()):
+    child = os.fork()
+    if not child:
         os._exit(0)
     return os.waitpid(child, 0)
 

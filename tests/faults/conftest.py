@@ -35,7 +35,8 @@ def figures(times: int) -> Iterator[Callable[..., None]]:
     start = time.monotonic()
     counts = defaultdict(lambda: defaultdict(Counter))
     yield lambda part, kind, **more: counts[part][kind].update(more)
-    if (name := os.environ.get("MOEBOOK_FAULTS_RECORD")) and counts:
+    name = os.environ.get("MOEBOOK_FAULTS_RECORD")
+    if name and counts:
         path = Path(name)
         record = json.loads(path.read_text()) if path.exists() else {}
         facts = {

@@ -105,13 +105,15 @@ def serve():
     jupyter_client.launcher.Popen = Kernel
     for line in sys.stdin:
         folder, tempfile.tempdir, told, *words = json.loads(line)
-        if not (run := os.fork()):
+        run = os.fork()
+        if not run:
             os.chdir(folder)
             sys.path.insert(0, folder)
             printed = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(printed, 1), os.dup2(printed, 2)
             read, Kernel.pipe = os.pipe()
-            if not (kernel := os.fork()):
+            kernel = os.fork()
+            if not kernel:
                 os.close(Kernel.pipe)
                 become_kernel(read)
             os.close(read)

@@ -272,7 +272,8 @@ def verified(name: str | None, shown: Callable[[Path], Any]) -> Callable[[Path],
     """Read what is shown, and refuse what `moebook verify` finds wrong."""
 
     def read(folder: Path) -> Any:
-        if wrong := [str(one) for one in verify(name, folder) if one.failures]:
+        wrong = [str(one) for one in verify(name, folder) if one.failures]
+        if wrong:
             raise Refusal("E-RUN", wrong[0])
         return shown(folder)
 

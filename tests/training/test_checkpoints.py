@@ -130,7 +130,8 @@ def test_a_run_killed_in_a_save_goes_on_from_the_one_before(
             os.kill(os.getpid(), signal.SIGKILL)
         commit(stage, target)
 
-    if not (child := os.fork()):
+    child = os.fork()
+    if not child:
         checkpoint.commit = kill
         fit(lora(), rows(), **SETTINGS, output=tmp_path, every=2)
         os._exit(0)

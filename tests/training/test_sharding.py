@@ -86,7 +86,8 @@ def launched(tmp_path):
         }
         children = []
         for rank in range(count):
-            if child := os.fork():
+            child = os.fork()
+            if child:
                 children.append(child)
                 continue
             try:

@@ -311,7 +311,8 @@ def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.Da
     """
     lines = []
     for measure, arm in product(measures, names):
-        if len(effects := pool.effects(measures[measure].format(arm=arm))):
+        effects = pool.effects(measures[measure].format(arm=arm))
+        if len(effects):
             low, high = interval(effects) or (np.nan, np.nan)
             lines.append([measure, arm, effects.mean(), low, high, len(effects)])
     return pd.DataFrame(lines, columns=ARMS)

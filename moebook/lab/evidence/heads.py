@@ -95,16 +95,14 @@ def _departures(
     found = {}
     told = notebook.facts(protocol)
     if SEEDS in told:
-        planned = {
-            *study.seeds(told[SEEDS]),
-            *study.seeds(told.get(OTHERS, told[SEEDS])),
-        }
-        if missing := planned.difference(pool.seeds):
-            found["Stopped early"] = (
-                f"{len(planned) - len(missing)} of {len(planned)} seeds ran"
-            )
-        if more := set(pool.seeds).difference(planned):
-            found["Seeds added later"] = ", ".join(map(str, sorted(more)))
+        others = told.get(OTHERS, told[SEEDS])
+        planned = {*study.seeds(told[SEEDS]), *study.seeds(others)}
+        ran = planned.intersection(pool.seeds)
+        if len(ran) < len(planned):
+            found["Stopped early"] = f"{len(ran)} of {len(planned)} seeds ran"
+        added = set(pool.seeds).difference(planned)
+        if added:
+            found["Seeds added later"] = ", ".join(map(str, sorted(added)))
     path = notebook.path.with_name(f"{notebook.path.stem}.{protocol}.yaml")
     first = min(pool.runs, key=lambda run: str(run.manifest.get("date", "")))
     before = storage.files.at(first.manifest.get("commit"), path, folder)
@@ -113,7 +111,8 @@ def _departures(
         if changes:
             found["Changed after its first run"] = ", ".join(changes)
         planned_arms = _told(before).get("arms", notebook.defaults.get("arms", ""))
-        if more_arms := _added(pool, str(planned_arms)):
+        more_arms = _added(pool, str(planned_arms))
+        if more_arms:
             found["Arms added later"] = ", ".join(more_arms)
     return found
 
@@ -179,7 +178,8 @@ def _on_record(
     notebook, _, protocol = where.rpartition("/")
     if notebook:
         pools = store.pools(notebook, folder)
-    if (pool := pools.get(protocol)) is None:
+    pool = pools.get(protocol)
+    if pool is None:
         return None
     value, other = (measure or facts[PRIMARY]).split(" less ")
     return pool.effects(value, prose.reference(other))

@@ -141,7 +141,8 @@ class Evidence:
 
     def effect(self, text: str, where: str) -> Effect:
         """Find an effect, or refuse with the place that names it (E-PROSE)."""
-        if match := _CLAIMED.fullmatch(text):
+        match = _CLAIMED.fullmatch(text)
+        if match:
             return self._claimed(text, match, where)
         match = _RECORDED.fullmatch(text)
         if match is None:

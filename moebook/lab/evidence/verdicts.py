@@ -320,7 +320,8 @@ def row(claim: Claim, pools: Iterable[Pool], deciders: Collection[str] = ()) -> 
     """
     scales: dict[str, list[Measurement]] = {}
     for pool in sorted(pools, key=lambda pool: pool.rank):
-        if measured := measure(claim, pool):
+        measured = measure(claim, pool)
+        if measured:
             scales.setdefault(pool.scale, []).append(measured)
     found = []
     for scale, every in sorted(scales.items(), key=lambda pair: store.size(pair[0])):

@@ -209,7 +209,8 @@ class Places:
                     words = re.sub(r"[^a-z0-9]+", "-", titles[-1].lower())
                     heading = "#" + words.strip("-")
                 for output in cell.get("outputs", []):
-                    if value := output.get("data", {}).get(VALUE):
+                    value = output.get("data", {}).get(VALUE)
+                    if value:
                         anchors.setdefault(
                             restored(Value, value, path.name).name, heading
                         )
@@ -255,7 +256,8 @@ def taught(folder: Path) -> str:
     """Return what a course can change in each notebook: the heads of its protocols, its pools."""
     every = []
     for name, notebook in sources.notebooks(folder).items():
-        if pool := store.pool(name, CLASS, folder):
+        pool = store.pool(name, CLASS, folder)
+        if pool:
             facts = notebook.facts(CLASS)
             theirs = [value.value for value in pool.values(facts["See"]).values()]
             every.append((pool, facts, sum(theirs) / len(theirs), another(theirs)))

@@ -167,6 +167,10 @@ def _number(axes: Axes, table: npt.NDArray[Any], dark: float, size: float) -> No
         )
 
 
+# Of bars, once all colours have been used.
+HATCHES = ("", "///", "...", "xxx")
+
+
 def loads(shares: Series, *, title: str = "") -> Figure:
     """Draw a stacked bar a row (a layer, say): the share of tokens each expert serves.
 
@@ -191,7 +195,7 @@ def loads(shares: Series, *, title: str = "") -> Figure:
             widths,
             left=left,
             color=colour,
-            hatch=("", "///", "...", "xxx")[expert // len(COLOURS) % 4],
+            hatch=HATCHES[expert // len(COLOURS) % len(HATCHES)],
             edgecolor="white",
         )
         # Numbers in the bars spare the reader the way to a legend; slivers stay empty.

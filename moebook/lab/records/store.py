@@ -187,12 +187,15 @@ class Pool:
 
     def parts(self, name: str, reference: Reference) -> dict[str, np.ndarray]:
         """Effects, as `effects` gives them, by the tasks or domains whose mean a value is."""
+        mine = self.tasks(name)
         others = [self.tasks(other) for other in _names(reference)]
+        if not others:  # a number is the same for every task
+            return {task: self.effects(mine[task], reference) for task in mine}
         effects: dict[str, np.ndarray] = {}
-        for task, value_name in self.tasks(name).items():
+        for task, value_name in mine.items():
             if all(task in other for other in others):
                 of_task = tuple(other[task] for other in others)
-                effects[task] = self.effects(value_name, of_task or reference)
+                effects[task] = self.effects(value_name, of_task)
         return effects
 
     @cached_property
@@ -223,7 +226,8 @@ class Pool:
         if untried and self.tier in COMMITTED and not chosen_before:
             remarks.append(f"{' and '.join(untried)} had no choice of rate")
         for arm in words:
-            grids = [grid for grid in self.rates.get(arm, {}).values() if len(grid) > 1]
+            every = self.rates.get(arm, {}).values()  # loss by rate, a grid a seed
+            grids = [grid for grid in every if len(grid) > 1]
             best_rates = [(min(grid, key=grid.__getitem__), grid) for grid in grids]
             for end, extreme in (("lowest", min), ("highest", max)):
                 count = sum(best == extreme(grid) for best, grid in best_rates)

@@ -179,7 +179,8 @@ class Fork:
         """Read a line; an empty one where the process that forks has ended."""
         line = b""
         while not line.endswith(b"\n"):
-            if not (byte := self._line.recv(1)):
+            byte = self._line.recv(1)
+            if not byte:
                 return b""
             line += byte
         return line

@@ -100,7 +100,8 @@ def fitting(model: nn.Module, selection: Selection) -> list[Layer]:
     hidden = anatomy(model).hidden
     for layer in layers:
         where = f"layer {layer.index}"
-        if (largest := max(selection.experts[layer.index])) >= layer.count:
+        largest = max(selection.experts[layer.index])
+        if largest >= layer.count:
             refuse(
                 "E-RANGE",
                 f"{where}: expert {largest}, the model has 0 to {layer.count - 1}",

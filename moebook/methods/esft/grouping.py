@@ -147,7 +147,8 @@ def _check_size(size: int, experts: int, top_k: int = 0) -> None:
     if size < 1 or experts % size or top_k % size:
         whole = f"{experts} experts" + (f" and of {top_k} per token" if top_k else "")
         refuse("E-RANGE", f"the group size is {size}, no divisor of {whole}")
-    if (number := math.comb(experts, size)) > LARGEST_SEARCH:
+    number = math.comb(experts, size)
+    if number > LARGEST_SEARCH:
         refuse(
             "E-RANGE",
             f"{number:,} groups of {size}, at most {LARGEST_SEARCH:,} are tried",

@@ -117,9 +117,8 @@ def prototypes(
         q, t = torch.linalg.qr(down.detach().double().mT)
         small = torch.linalg.qr(up.detach().double()).R @ t.mT
         _, values, right = torch.linalg.svd(small)
-        if idle := [
-            name for name, s in zip(names, values[:, 0], strict=True) if not s > 0
-        ]:
+        idle = [name for name, s in zip(names, values[:, 0], strict=True) if not s > 0]
+        if idle:
             refuse(
                 "E-BANK",
                 f"'{idle[0]}' has B A = 0 in {path}, so no direction: leave it out",

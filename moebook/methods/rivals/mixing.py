@@ -161,7 +161,8 @@ def merged(
 
 def _check_weights(by_path: Mapping[str, Tensor], parts: Stack) -> None:
     """Refuse weights that are not one finite number a LoRA for each layer."""
-    if lacking := sorted(parts.down.keys() - by_path.keys()):
+    lacking = sorted(parts.down.keys() - by_path.keys())
+    if lacking:
         refuse("E-KEYS", f"merged: no weights are given for layer {lacking[0]}")
     for path, down in parts.down.items():
         weights = by_path[path]

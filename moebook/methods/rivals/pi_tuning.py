@@ -182,7 +182,8 @@ def fishers(
 @checked
 def similarity(one: Fishers, other: Fishers, *, eps: Eps = 0.0) -> float:
     """Compare two tasks, in [0, 1]; where both entries are 0, so are their shares."""
-    if odd := sorted(one.keys() ^ other.keys()):
+    odd = sorted(one.keys() ^ other.keys())
+    if odd:
         refuse("E-KEYS", f"similarity: one task has '{odd[0]}', the other has not")
     for name in one:
         if one[name].shape != other[name].shape:

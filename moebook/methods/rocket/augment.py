@@ -101,7 +101,8 @@ def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Enc
     missing = sorted(
         key for key in report["missing_keys"] if not key.startswith("pooler.")
     )
-    if misfits := missing or sorted(report["mismatched_keys"]):  # a pooler goes unused
+    misfits = missing or sorted(report["mismatched_keys"])
+    if misfits:  # a pooler goes unused
         refuse(
             "E-KEYS", f"{folder}: weights are missing or misshapen, first {misfits[:3]}"
         )

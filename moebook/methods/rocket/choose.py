@@ -138,12 +138,14 @@ def select(
         have = f"the bank has {len(scores)} scored LoRAs, candidates (M) is {config.candidates}"
         refuse("E-BANK", f"{have}: lower M or widen the bank")
     for names in (scores.index, similarities.index, similarities.columns):
-        if twice := sorted(names[names.duplicated()]):
+        twice = sorted(names[names.duplicated()])
+        if twice:
             refuse(
                 "E-BANK",
                 f"'{twice[0]}' stands twice in the tables: score each LoRA once",
             )
-        if unknown := sorted(set(scores.index) - set(names)):
+        unknown = sorted(set(scores.index) - set(names))
+        if unknown:
             refuse(
                 "E-BANK",
                 f"no similarity is known for {unknown[:3]}: compare the same bank",

@@ -132,7 +132,8 @@ class Lora:
 
     def __post_init__(self) -> None:
         label = f"LoRA '{self.name}'"
-        if odd := sorted(self.down.keys() ^ self.up.keys()):
+        odd = sorted(self.down.keys() ^ self.up.keys())
+        if odd:
             refuse(
                 "E-KEYS",
                 f"{label}: layer {odd[0]} has one factor, expected both, down and up",
@@ -218,7 +219,8 @@ def check_alike(group: Sequence[Lora], *, ranks: bool = True) -> None:
                     "E-BANK",
                     f"{names} differ in {what}: {one} and {other}; keep one kind",
                 )
-        if odd := sorted(first.down.keys() ^ lora.down.keys()):
+        odd = sorted(first.down.keys() ^ lora.down.keys())
+        if odd:
             refuse("E-BANK", f"{names} differ in layers: {odd[0]}")
 
 

@@ -133,7 +133,8 @@ def read(folder: Place, index: Array) -> list[dict[str, Any]]:
     shapes("read", {"index": (index, "S", "int")}, empty="S")
     files = _listed(Path(folder))
     whole = files[-1][2]
-    if beyond := [number for number in index.tolist() if not 0 <= number < whole]:
+    beyond = [number for number in index.tolist() if not 0 <= number < whole]
+    if beyond:
         path, start, end = min(files, key=lambda file: file[2] - file[1])
         have = f"its {len(files)} files have {whole}, the shortest, {path.name}, {end - start}"
         refuse(
@@ -142,7 +143,8 @@ def read(folder: Place, index: Array) -> list[dict[str, Any]]:
         )
     rows: dict[int, dict[str, Any]] = {}
     for path, start, end in files:
-        if not len(hits := index[(index >= start) & (index < end)]):
+        hits = index[(index >= start) & (index < end)]
+        if not len(hits):
             continue
         with _opened(path) as file:
             names = [name for name in file.schema_arrow.names if name != EMBEDDING]
@@ -180,7 +182,8 @@ def score(
     make = partial(_scoring, paths[0], base, list(shots), config, engine.device)
     parts = [pq.read_table(path) for path in _done(tasks, make, Path(to), engine)]
     whole = pa.concat_tables(parts).to_pandas().set_index("name")
-    if twins := list(whole.index[whole["digest"].duplicated(keep=False)]):
+    twins = list(whole.index[whole["digest"].duplicated(keep=False)])
+    if twins:
         refuse(
             "E-BANK",
             f"'{twins[0]}' is the same LoRA as another of {twins[1:4]}: remove one",
@@ -239,7 +242,8 @@ def _blocks(
 ) -> Iterator[Array]:
     """Yield a shard's embeddings, some rows at a time."""
     wanted = TEXTS if reader else (EMBEDDING,)
-    if lack := [name for name in wanted if name not in file.schema_arrow.names]:
+    lack = [name for name in wanted if name not in file.schema_arrow.names]
+    if lack:
         expected = "expected embedding, or, with an encoder, prompt and answer"
         refuse("E-SHARD", f"has no column '{lack[0]}'; {expected}")
     for batch in file.iter_batches(batch_size=BLOCK, columns=list(wanted)):
@@ -385,7 +389,8 @@ def _listed(folder: Path) -> list[tuple[Path, int, int]]:
     files = list[tuple[Path, int, int]]()
     end = 0
     for path in sorted(folder.glob("[!.]*.parquet")):
-        if series := re.fullmatch(r"(.*)-(\d+)-of-(0*[1-9]\d*)", path.stem):
+        series = re.fullmatch(r"(.*)-(\d+)-of-(0*[1-9]\d*)", path.stem)
+        if series:
             name, number, size = series.groups()
             after = f"{name}-{(int(number) + 1) % int(size):0{len(number)}}-of-{size}.parquet"
             if not (folder / after).exists():

@@ -91,7 +91,8 @@ def export(
 
 def _problem(model: PreTrainedModel, config: Config, form: str) -> str | None:
     """Return why a form cannot hold a model, or None."""
-    if (kind := model.config.model_type) not in FORMS[form]:
+    kind = model.config.model_type
+    if kind not in FORMS[form]:
         return f"holds hosts of type {', '.join(FORMS[form])}, this one is {kind}"
     if getattr(model.config, "attention_bias", False):
         return "has no biases in its attention, this host has"
@@ -111,7 +112,8 @@ def _configuration(
     source = model.config
     values: dict[str, Any] = {}
     for key in CARRIED:
-        if (value := getattr(source, key, None)) is not None:
+        value = getattr(source, key, None)
+        if value is not None:
             values[key] = value
     values["num_experts_per_tok"] = config.top_k
     values["router_aux_loss_coef"] = config.balance_weight

@@ -140,7 +140,8 @@ class Representations:
 
     def only(self, *tasks: str) -> Representations:
         """Return the samples of these tasks, in the order in which they are held."""
-        if absent := [task for task in tasks if task not in self.tasks]:
+        absent = [task for task in tasks if task not in self.tasks]
+        if absent:
             refuse(
                 "E-DATA",
                 f"no task '{absent[0]}' in the representations of {self.tasks}",

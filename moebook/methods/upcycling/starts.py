@@ -276,7 +276,8 @@ def _centroids(
                 "E-NONFINITE",
                 f"{where}layer {layer}: representations hold NaN or infinity",
             )
-        if (distinct := len({row.tobytes() for row in rows.numpy()})) < wanted:
+        distinct = len({row.tobytes() for row in rows.numpy()})
+        if distinct < wanted:
             counts = (
                 f"{wanted} centroids asked for, but only {distinct} distinct points"
             )

@@ -360,7 +360,8 @@ def test_no_committed_run_is_behind_its_notebook_because_of_the_new_hash():
     paths = (ROOT / "notebooks").glob("*.ipynb")
     today = {text_digest(json.loads(path.read_text())): path for path in paths}
     for path in store.files.own(ROOT / "results", "**/*.parquet"):
-        if notebook := today.get(recorded(path).get("notebook")):
+        notebook = today.get(recorded(path).get("notebook"))
+        if notebook:
             now = storage.files.source(notebook)
             assert records.runs.read_head(path).code["notebook"] == now
 
