@@ -151,9 +151,8 @@ def _shown(frame: pd.DataFrame, goals: pd.DataFrame) -> pd.DataFrame:
     """The table's numbers as text, and behind them the contender's goals."""
     case = ["op", "case"]
     floors = frame[frame["contender"] == "floor"].set_index(case)["ratio"]
-    values = (
-        goals["measured"].map(" ({:.2f})".format).where(goals["measured"].notna(), "")
-    )
+    measured = goals["measured"]
+    values = measured.map(" ({:.2f})".format).where(measured.notna(), "")
     aims = goals.assign(aim=goals["goal"] + ": " + goals["verdict"] + values)
     aims = aims.groupby([*case, "against"])["aim"].agg("; ".join)
     lines = frame.join(floors.rename("floor"), on=case)

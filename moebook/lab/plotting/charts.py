@@ -137,9 +137,10 @@ def heatmap(
     across = min(len(tables), 4 if len(columns) <= 8 else 2)
     height = max(1.5, 0.22 * len(rows) + 0.7)
     figure, cells = grid(list(tables), across, height, xlabel, ylabel, title)
-    low = min(0.0, *(float(np.nanmin(table)) for table in tables.values()))
-    high = max(float(np.nanmax(table)) for table in tables.values())
-    numbered = shape[0] * shape[1] * len(tables) <= 200  # more would not be readable
+    every = np.stack(list(tables.values()))
+    low = min(0.0, float(np.nanmin(every)))
+    high = float(np.nanmax(every))
+    numbered = every.size <= 200  # more would not be readable
     for index, (axes, table) in enumerate(zip(cells, tables.values(), strict=True)):
         image = axes.imshow(table, vmin=low, vmax=high, aspect="auto")
         axes.set_xticks(range(len(columns)), columns)
@@ -150,7 +151,8 @@ def heatmap(
         axes.grid(False)
         axes.spines[:].set_visible(False)
         if numbered:
-            _number(axes, table, low + 0.6 * (high - low), 6.5 if across > 2 else 8)
+            dark = low + 0.6 * (high - low)
+            _number(axes, table, dark, 6.5 if across > 2 else 8)
     figure.colorbar(
         image, ax=figure.axes, label=label, shrink=0.9, pad=0.015, aspect=30
     )

@@ -114,15 +114,19 @@ def prototypes(
             )
         if not (down.isfinite().all() and up.isfinite().all()):
             refuse("E-NONFINITE", f"prototypes, {path}: factors hold NaN or infinity")
-        q, t = torch.linalg.qr(down.detach().double().mT)
-        small = torch.linalg.qr(up.detach().double()).R @ t.mT
-        _, values, right = torch.linalg.svd(small)
-        idle = [name for name, s in zip(names, values[:, 0], strict=True) if not s > 0]
+        q, t = torch.linalg.qr(
+            down.detach().double().mT
+        )  # A' = Q T: [N, D, R], [N, R, R]
+        s = torch.linalg.qr(up.detach().double()).R  # B = P S
+        _, values, right = torch.linalg.svd(s @ t.mT)
+        largest = zip(names, values[:, 0], strict=True)
+        idle = [name for name, value in largest if not value > 0]
         if idle:
             refuse(
                 "E-BANK",
                 f"'{idle[0]}' has B A = 0 in {path}, so no direction: leave it out",
             )
+        # The right vector of the largest value, turned back: Q v, [N, D].
         found[path] = (q @ right[:, 0, :, None]).squeeze(-1)
     return found
 

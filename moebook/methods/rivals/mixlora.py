@@ -226,8 +226,9 @@ def penalty(config: Config) -> Penalty:
 
 
 def _origin(model: nn.Module, config: Config) -> Origin:
-    paths = list(linears(model, ATTENTION if config.placement == "ffn" else TABLE_12))
-    if config.placement == "ffn":
+    in_ffn = config.placement == "ffn"
+    paths = list(linears(model, ATTENTION if in_ffn else TABLE_12))
+    if in_ffn:
         mlps = {layer.mlp for layer in dense_layers(anatomy(model), None, "MixLoRA")}
         paths += [path for path, part in model.named_modules() if part in mlps]
     return Origin(
@@ -257,16 +258,15 @@ def _part(old: nn.Module, config: Config, traced: dict[str, Any]) -> nn.Module:
 
     def factors(linear: nn.Module, count: int) -> Factors:
         bound = linear.in_features**-0.5  # of PEFT's start: Kaiming with a = sqrt 5
-        down = torch.empty(count, config.rank, linear.in_features, **at).uniform_(
-            -bound, bound
-        )
+        down = torch.empty(count, config.rank, linear.in_features, **at)
+        down.uniform_(-bound, bound)
         up = torch.zeros(count, linear.out_features, config.rank, **at)
         return nn.Parameter(down), nn.Parameter(up)
 
     def gate(width: int) -> Gate:
         return Gate(mnn.Router(width, config.experts, config.top_k, **traced, **at))
 
-    if not hasattr(old, "in_features"):
+    if not hasattr(old, "in_features"):  # an MLP
         parts = {name: factors(getattr(old, name), config.experts) for name in GATED}
         return FFN(old, gate(old.gate_proj.in_features), parts, config)
     routed = config.placement == "projections"

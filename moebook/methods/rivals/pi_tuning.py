@@ -218,7 +218,10 @@ def tuned(
     known = dict(embeddings or {})
     new = {name: lora for name, lora in bank.items() if name not in known}
     known |= fishers(model, new, data, config)
-    start = mixing.fresh_like({"target": next(iter(bank.values()))}, seed=seed)
+
+    # The target's own LoRA, and its place among the bank's tasks: its Fisher on the shots.
+    first = next(iter(bank.values()))
+    start = mixing.fresh_like({"target": first}, seed=seed)
     alone = tuning.alone(model, start["target"], learnt=True)
     alone = tuning.fit(alone, data, seed=seed, **recipe)
     target = alone.lora("target")
@@ -230,16 +233,17 @@ def tuned(
         forward=alone.cost.forward + tokens,
         backward=alone.cost.backward + tokens,
     )
+
+    # Its k nearest neighbours stand beside it, at weights that a layer, a block or all share.
     like = {name: similarity(own, known[name], eps=config.eps) for name in bank}
     nearest = sorted(like, key=lambda name: -like[name])[: config.neighbours]
     experts = {"target": target} | {name: bank[name] for name in nearest}
-    blocks: dict[str, Interpolation] = {}
+    sharing: dict[str, Interpolation] = {}
 
     def weigh(path: str, _: nn.Module) -> Interpolation:
-        block = {"block": path.rpartition(".")[0], "layer": path, "all": ""}[
-            config.shared
-        ]
-        return blocks.setdefault(block, Interpolation(len(experts)))
+        places = {"layer": path, "block": path.rpartition(".")[0], "all": ""}
+        weights = Interpolation(len(experts))
+        return sharing.setdefault(places[config.shared], weights)
 
     learnt = config.trains == "weights + LoRAs"
     done = tuning.attach(model, experts, weigh, mix="outputs", learnt=learnt)
