@@ -129,11 +129,13 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(
 ):
     assert cli.main(arguments.split()) == 2
     told = capsys.readouterr()
-    assert told.err.startswith(message) and told.err.count("\n") == 1
+    assert told.err.startswith(message)
+    assert told.err.count("\n") == 1
     assert told.out == (
         "toy at nano: 1 seeds, 1 to run\n" if "E-GIT" in message else ""
     )
-    assert not (project / "runs").exists() and not (project / "results").exists()
+    assert not (project / "runs").exists()
+    assert not (project / "results").exists()
 
 
 def test_a_reader_that_has_gone_ends_the_command_in_silence():
@@ -185,8 +187,10 @@ def test_a_missing_repository_and_what_the_system_refuses_are_told(
     ):
         assert cli.main(words) == 2
         told = capsys.readouterr()
-        assert told.err.startswith(code) and message in told.err
-        assert told.err.count("\n") == 1 and told.out == ""
+        assert told.err.startswith(code)
+        assert message in told.err
+        assert told.err.count("\n") == 1
+        assert told.out == ""
 
 
 def test_verify_names_each_pool_and_exits_with_1_when_something_fails(
@@ -250,10 +254,12 @@ def test_list_says_what_a_run_cost_or_what_its_manifest_lacks(
     code = cli.main(["list"])
     out, errors = capsys.readouterr()
     if "incomplete" in told:
-        assert code == 2 and errors.count("\n") == 1
+        assert code == 2
+        assert errors.count("\n") == 1
         assert errors.startswith("E-RUN: the manifest of toy, nano, seed 2 is " + told)
     else:
-        assert code == 0 and f"  --on nano     seeds 0, 2, each {told}" in out
+        assert code == 0
+        assert f"  --on nano     seeds 0, 2, each {told}" in out
 
 
 def test_a_fault_of_ours_is_one_line_and_a_report_to_send(project, monkeypatch, capsys):
@@ -263,14 +269,13 @@ def test_a_fault_of_ours_is_one_line_and_a_report_to_send(project, monkeypatch, 
     assert told.err.startswith(
         r"E-INTERNAL: KeyError: '\x1b[2J'; this is a fault of moebook"
     )
-    assert told.err.count("\n") == 1 and told.out == ""
+    assert told.err.count("\n") == 1
+    assert told.out == ""
     report = Path(told.err.split()[-1])
     text = report.read_text()
-    assert (
-        "['list']" in text
-        and "Traceback" in text
-        and f"moebook {cli.__version__}" in text
-    )
+    assert "['list']" in text
+    assert "Traceback" in text
+    assert f"moebook {cli.__version__}" in text
     report.unlink()
 
 
@@ -281,9 +286,8 @@ def test_a_book_is_made_and_an_audit_printed(project, monkeypatch, capsys):
     monkeypatch.setattr(book, "make", lambda *given: done.append(given))
     assert cli.main(["book", "--tier", "smoke", "--only", "toy"]) == 0
     assert done == [("smoke", "toy", project)]
-    assert cli.main(["audit", "pesc"]) == 0 and capsys.readouterr().out.startswith(
-        "pesc: "
-    )
+    assert cli.main(["audit", "pesc"]) == 0
+    assert capsys.readouterr().out.startswith("pesc: ")
 
 
 HEAVY = "torch transformers peft lm_eval pandas papermill IPython matplotlib scipy sklearn".split()
@@ -350,7 +354,8 @@ sys.exit(cli.main())"""
     ):
         command = [sys.executable, *options, "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 2 and told in done.stderr
+        assert done.returncode == 2
+        assert told in done.stderr
         assert options or done.stderr == told
 
 

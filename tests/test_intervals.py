@@ -142,7 +142,8 @@ def test_the_interval_is_never_narrower_than_students_over_the_seeds_alone(
         noisy = effects + rng.normal(0, spread, shape)
         seed_means = noisy.mean(axis=1, keepdims=True)
         assert half_width(noisy, 0.05) > half_width(seed_means, 0.05)
-        assert low < alone.low and alone.high < high
+        assert low < alone.low
+        assert alone.high < high
     else:
         assert (low, high) == pytest.approx(tuple(alone), rel=1e-12)
 

@@ -187,7 +187,8 @@ def test_environment_yml_installs_the_ranges_of_pyproject():
 def test_a_floor_holds_in_the_range_and_in_what_is_installed(name):
     requirement = next(r for r in requirements() if r.name == name)
     lowest = [Version(s.version) for s in requirement.specifier if s.operator == ">="]
-    assert lowest and lowest[0] >= Version(FLOORS[name])
+    assert lowest
+    assert lowest[0] >= Version(FLOORS[name])
     assert Version(metadata.version(name)) >= Version(FLOORS[name])
 
 
@@ -262,7 +263,8 @@ def test_the_wheel_holds_every_file_of_the_package(tmp_path):
         listed.stderr
     )
     refused = run([*moebook, "book"], cwd=empty, env=environment)
-    assert refused.returncode == 2 and "is no checkout of moebook" in refused.stderr
+    assert refused.returncode == 2
+    assert "is no checkout of moebook" in refused.stderr
     assert list(empty.iterdir()) == []
 
 
@@ -281,10 +283,8 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_make_alone_lists_the_targets(tmp_path):
     outcome = make(tmp_path)
     targets = {line.split()[1] for line in outcome.stdout.splitlines()}
-    assert (
-        outcome.returncode == 0
-        and {"book", "test", "gpu", "serve", "clean", "lint"} <= targets
-    )
+    assert outcome.returncode == 0
+    assert {"book", "test", "gpu", "serve", "clean", "lint"} <= targets
 
 
 def test_an_old_python_is_refused_in_one_line(tmp_path):
@@ -298,7 +298,9 @@ def test_an_old_python_is_refused_in_one_line(tmp_path):
         line for line in outcome.stderr.splitlines() if not line.startswith("make: ***")
     ]
     assert outcome.returncode == 2
-    assert len(told) == 1 and "3.11" in told[0] and "Python 3.9.1" in told[0]
+    assert len(told) == 1
+    assert "3.11" in told[0]
+    assert "Python 3.9.1" in told[0]
     assert not (tmp_path / ".venv").exists()
 
 
@@ -306,7 +308,8 @@ def test_the_environment_is_stale_when_a_lock_changes(tmp_path):
     plan = ("-n", "test", "PYTHON=python3")
     missing = make(tmp_path, *plan).stdout
     stamp = re.search(r"touch (\.venv/installed-\d+)", missing)
-    assert "set-up: installing" in missing and stamp
+    assert "set-up: installing" in missing
+    assert stamp
     (tmp_path / ".venv").mkdir()
     (tmp_path / stamp[1]).touch()
     assert "set-up: installing" not in make(tmp_path, *plan).stdout
@@ -331,7 +334,8 @@ def test_continuous_integration_runs_the_commands_of_the_readme():
     ]
     readme = (ROOT / "README.md").read_text()
     commands = re.findall(r"^make \w+", readme, re.MULTILINE)
-    assert {"make test", "make book"} <= set(commands) and "`make soak`" in readme
+    assert {"make test", "make book"} <= set(commands)
+    assert "`make soak`" in readme
 
 
 def test_links_inside_the_repository_lead_somewhere():

@@ -227,9 +227,8 @@ def behind_the_frame(*sources: str) -> dict[str, Any]:
 )
 def test_a_fault_in_a_cell_is_found(source, problem):
     problems = ", ".join(notebook_problems(behind_the_frame(source)))
-    assert problem in problems.replace("code cell 3: ", "") and bool(problem) == bool(
-        problems
-    )
+    assert problem in problems.replace("code cell 3: ", "")
+    assert bool(problem) == bool(problems)
 
 
 def test_plumbing_that_is_open_and_a_method_that_is_folded_are_found():

@@ -195,11 +195,13 @@ def test_all_pages_are_rendered_and_a_live_one_has_a_badge_and_leads_to_its_find
     ):
         assert fact in live
     assert re.search(r'href="01_pesc_findings.html"><span[^>]*>the findings', live)
-    assert "moe-cost" in live and "moe-cost" not in findings
+    assert "moe-cost" in live
+    assert "moe-cost" not in findings
     start = r'href="https://colab\S+?/blob/main/(\S+?)"'
     for page in book.notebook_pages(project):
         ways = re.findall(start, _page(site, f"notebooks/{page}"))
-        assert ways == [f"notebooks/{page}.ipynb"] and (ROOT / ways[0]).is_file()
+        assert ways == [f"notebooks/{page}.ipynb"]
+        assert (ROOT / ways[0]).is_file()
     assert (
         json.loads((project / "book/notebooks/01_pesc.ipynb").read_text())
         == _notebook()
@@ -216,12 +218,15 @@ def test_claims_stand_in_the_ledger_and_among_findings_with_pictures_of_what_ran
     assert "chance alone would produce about" in ledger
     records = _page(site, "records")
     page = _page(site, "audit")
-    assert records.count("(committed)") == 1 and records.count(", on its page)") == 10
+    assert records.count("(committed)") == 1
+    assert records.count(", on its page)") == 10
     differs = [finding for finding in papers.audit() if finding.status == "differs"]
-    assert differs and all(finding.printed in page for finding in differs)
+    assert differs
+    assert all(finding.printed in page for finding in differs)
     assert found.count("Holds, 61.0 %.") == 6
     front = _page(site, "intro")
-    assert "Holds, 61.0 %." in front and "promises_dark.svg" in front
+    assert "Holds, 61.0 %." in front
+    assert "promises_dark.svg" in front
     drawn = {path.name for path in (project / "book" / "_generated").glob("*.svg")}
     assert drawn == {"promises.svg", "promises_dark.svg"}
 
@@ -289,7 +294,8 @@ def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen
         for url in browser.requests
         if not url.startswith(("file:", "data:", "about:"))
     ]
-    assert outside == [] == browser.errors and formulas > 50
+    assert outside == [] == browser.errors
+    assert formulas > 50
 
 
 @pytest.mark.browser
@@ -316,7 +322,8 @@ def test_slides_show_idea_findings_figures_and_turn_by_keyboard(
         "[...document.querySelectorAll('section > h1, section > h2')]"
         ".map(title => title.textContent)"
     )
-    assert titles[:2] == ["PESC", "The idea"] and titles[-1] == "PESC: exercises"
+    assert titles[:2] == ["PESC", "The idea"]
+    assert titles[-1] == "PESC: exercises"
     assert "What we found" in titles
     assert browser.run(
         "[...document.images].every(one => one.alt && one.naturalWidth > 9)"

@@ -23,7 +23,8 @@ def _pairs(notebook):
 
 def test_every_exercise_has_minutes_a_hint_and_a_question_and_no_note_is_of_another():
     labels = [task.label for page in PAGES for task in editions.exercises(page)[1]]
-    assert sorted(labels) == sorted(NOTES) and len(labels) > 30
+    assert sorted(labels) == sorted(NOTES)
+    assert len(labels) > 30
     assert all(
         note["minutes"] > 0 and note["hint"] and note["asked"]
         for note in NOTES.values()
@@ -50,10 +51,8 @@ def test_a_stub_fails_in_place_and_a_solution_passes(page, tmp_path, capsys):
         for kind, notebook in (("student", student), ("instructor", instructor))
     }
     for task in tasks:
-        assert (
-            task.solution in texts["instructor"]
-            and task.solution not in texts["student"]
-        )
+        assert task.solution in texts["instructor"]
+        assert task.solution not in texts["student"]
         assert NOTES[task.label]["hint"] in texts["student"]
     assert not re.search(
         r"\{[\w:]+\}`|^:::|^:\w+:", "\n".join(texts.values()), re.MULTILINE
@@ -81,9 +80,7 @@ def test_a_course_is_told_changes_and_values_by_its_protocols_and_cost_by_its_ru
     tmp_path,
 ):
     page = pages.taught(editions.BOOK.parent)
-    assert (
-        page.count("<tr><td") == 7
-        and "moebook run esft --on class -p p_gate=0.3" in page
-    )
+    assert page.count("<tr><td") == 7
+    assert "moebook run esft --on class -p p_gate=0.3" in page
     assert len(re.findall(r">\d\d s of one core of \w", page)) == 7
     assert pages.taught(tmp_path) == "No run of a course is on record.\n"

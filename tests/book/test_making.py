@@ -56,7 +56,8 @@ def test_only_what_has_changed_is_executed_again(project, capsys, monkeypatch):
         "toy at smoke",
         "toy_findings at cpu",
     ]
-    assert all(line.endswith(" s") for line in executed) and printed(project) == "[]\n"
+    assert all(line.endswith(" s") for line in executed)
+    assert printed(project) == "[]\n"
     page = project / "book" / "notebooks" / "01_toy.ipynb"
     assert records.read_run(page.with_suffix(".parquet")).manifest[
         "executed"
@@ -86,9 +87,11 @@ def test_only_what_has_changed_is_executed_again(project, capsys, monkeypatch):
     page.write_text(page.read_text() + " ")  # altered: it comes back
     book.make("smoke", None, project)
     first, second = capsys.readouterr().out.splitlines()
-    assert first == f"toy at smoke: {same}" and second.endswith(" s")
+    assert first == f"toy at smoke: {same}"
+    assert second.endswith(" s")
     assert printed(project) == "['new.parquet']\n"
-    assert page.stat().st_mtime_ns != before and not page.read_text().endswith(" ")
+    assert page.stat().st_mtime_ns != before
+    assert not page.read_text().endswith(" ")
     refused("E-NOTEBOOK: unknown notebook 'tyo'", book.make, "smoke", "tyo", project)
 
 

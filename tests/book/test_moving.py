@@ -89,10 +89,8 @@ def test_pescs_sizes_are_those_of_its_counts(moved, browser):
         browser.call("Input.dispatchKeyEvent", type=kind, **key)
     assert "✘ does not round to the printed 14" in shown({})[last]
     numbers = shown({"layers L": 2, "model width D": 256, "experts E": 5})
-    assert (
-        numbers["adapters, 2LEDR"] == f"{2 * 2 * 5 * 256 * 588:,}"
-        and last not in numbers
-    )
+    assert numbers["adapters, 2LEDR"] == f"{2 * 2 * 5 * 256 * 588:,}"
+    assert last not in numbers
 
 
 def keep(folder, tables, values, settings):
@@ -130,7 +128,8 @@ def test_the_experts_that_reach_p_train(moved, tmp_path):
         {"p_token": 0.2, "p_gate": 0.1},
     )
     page = moving.experts(tmp_path)
-    assert page.count("6 of 24") == 2 and "law on model" in page
+    assert page.count("6 of 24") == 2
+    assert "law on model" in page
     shown = moved(page)
     for score, p, share in (
         ("token", 0.55, False),
@@ -245,7 +244,8 @@ def test_the_toy_router_collapses_without_a_balance_loss_and_not_with_one(moved)
         loss = float(numbers["balance loss (1 is even)"])
         assert loss == pytest.approx(4 * load @ p.mean(0), abs=0.006)
         loads.append(load)
-    assert loads[0].max() == 1 and loads[1].min() > 0
+    assert loads[0].max() == 1
+    assert loads[1].min() > 0
 
 
 def test_the_forest_shows_the_intervals_that_the_filters_leave(

@@ -64,7 +64,8 @@ def test_there_is_a_page_a_journey_of_short_blocks_that_ends_alike_and_is_in_the
         text = (BOOK / f"{page}.md").read_text()
         headings = re.findall("^## (.*)", text, re.MULTILINE)
         assert headings == ["What to expect", "What goes wrong"], page
-        assert f"- file: {page}\n" in toc and f"]({page}.md)" in first
+        assert f"- file: {page}\n" in toc
+        assert f"]({page}.md)" in first
         for _, block in blocks(page):
             assert 1 <= len(block.splitlines()) <= LONGEST, block
 
@@ -102,7 +103,8 @@ def test_every_page_runs_with_the_core_alone(tmp_path):
         ("evaluate", "grading by a model needs the package"),
     ):
         (line,) = (line for line in ran.stdout.splitlines() if what in line)
-        assert line.startswith("E-DEP: ") and line.endswith(command.format(extra))
+        assert line.startswith("E-DEP: ")
+        assert line.endswith(command.format(extra))
 
 
 @pytest.mark.soak
@@ -142,7 +144,8 @@ def test_experts_are_chosen_trained_and_merged_for_everybodys_tools(place):
     base = models.load("my-moe")[0].state_dict()
     merged = AutoModelForCausalLM.from_pretrained("my-merged").state_dict()
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
-    assert changed and all(".experts." in name for name in changed)
+    assert changed
+    assert all(".experts." in name for name in changed)
     chosen = names["selection"].experts
     assert {int(re.search(r"layers\.(\d+)", name)[1]) for name in changed} == set(
         chosen
@@ -183,7 +186,8 @@ def test_a_run_is_planned_without_a_weight(place, capsys):
     for file in (place / "my-model").glob("*.safetensors"):
         file.unlink()
     names = run("own_plan")
-    assert names["plan"].fits and names["plan"].dollars > 0
+    assert names["plan"].fits
+    assert names["plan"].dollars > 0
     lines = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
     trained = {name: int(line.split()[0]) for name, line in lines.items()}
     assert trained["lora"] < trained["pesc"] < trained["full"]

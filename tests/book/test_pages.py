@@ -111,23 +111,24 @@ def test_the_smallest_effect_that_a_pool_sees_stands_beside_the_papers(folder):
         f"four in five such studies see {seen}; the paper&#39;s effect is 0.9 points"
         in page
     )
-    assert page.count("four in five") == 1 and page.count("what it would cost") == 1
+    assert page.count("four in five") == 1
+    assert page.count("what it would cost") == 1
 
 
 def test_a_claim_that_ended_is_shown_as_withdrawn_with_the_verdict_that_it_had(folder):
     over = replace(CLAIM, ended="Its bound <could> not fail.", instead=("pesc.new",))
     row = _row("pesc.old", _pool(0.8), claim=over)
-    assert row.labels == ("withdrawn",) and row.decided == ()
+    assert row.labels == ("withdrawn",)
+    assert row.decided == ()
     page = pages.page("ledger", rows=[row], places=pages.Places(folder))
-    assert (
-        'data-verdict="withdrawn"' in page
-        and "Its bound &lt;could&gt; not fail." in page
-    )
+    assert 'data-verdict="withdrawn"' in page
+    assert "Its bound &lt;could&gt; not fail." in page
     assert '<span class="verdict notrun">had been: holds</span>' in page
     assert 'In its place: <a href="#pesc.new">pesc.new</a>' in page
     had = "It had been: holds at 1 M. In its place: pesc.new."
     assert findings.said(row).endswith(had)
-    assert verdicts.chance([row]).tested == () and findings.intervals(row) == []
+    assert verdicts.chance([row]).tested == ()
+    assert findings.intervals(row) == []
 
 
 def test_every_scale_has_a_line_smallest_first_and_folds_what_decides_nothing(folder):
@@ -157,7 +158,8 @@ def test_every_scale_has_a_line_smallest_first_and_folds_what_decides_nothing(fo
         in folded[0].replace(" (-", "<")
         or "this build (exploratory)" in folded[0]
     )
-    assert "this build" not in shown[0] and "exploratory" not in folded[1]
+    assert "this build" not in shown[0]
+    assert "exploratory" not in folded[1]
     assert all(cell.count("<details>") == 1 for cell in folded)
 
 
@@ -228,11 +230,9 @@ def test_the_audit_shows_every_finding_and_folds_those_of_one_cause():
     ]
     page = pages.audit(found)
     assert all(f"row {number}" in page for number in (0, 1, 2, 9))
-    assert (
-        page.count("and 2 more") == 1
-        and "a &lt;mean&gt;" in page
-        and "<mean>" not in page
-    )
+    assert page.count("and 2 more") == 1
+    assert "a &lt;mean&gt;" in page
+    assert "<mean>" not in page
 
 
 def _ran(seed, tier="study", day=2):
@@ -342,7 +342,8 @@ def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(p
         "reader <b>steps = 20",
     ):
         assert fact in page
-    assert "accelerator" not in page and "numbers mean nothing" not in page
+    assert "accelerator" not in page
+    assert "numbers mean nothing" not in page
     assert "[reference](../reference_methods_pesc.md)" in page
     live = pages.badge(_ran(3, "smoke"), project)
     assert "numbers mean nothing" in live
@@ -371,7 +372,8 @@ def _attempt(name, part):
 
 def test_every_exercise_in_code_has_a_stub_a_check_and_a_solution():
     parts = {(name, part) for name in NAMES for part in ("stub", "check", "solution")}
-    assert NAMES and set(BLOCKS) == parts
+    assert NAMES
+    assert set(BLOCKS) == parts
 
 
 @pytest.mark.parametrize("name", NAMES)

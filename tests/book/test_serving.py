@@ -109,7 +109,8 @@ def test_every_path_has_an_answer_and_nothing_is_read_outside_the_book(
 ):
     found, head, body = ask(site, b"GET " + path + b" HTTP/1.0")
     assert found == status
-    assert b"secret" not in body and b"root:" not in body
+    assert b"secret" not in body
+    assert b"root:" not in body
     if status == 200:
         page = "<html>ä page</html>"
         assert body.decode() == page
@@ -131,7 +132,8 @@ def test_every_path_has_an_answer_and_nothing_is_read_outside_the_book(
 )
 def test_other_requests_are_answered_too(site, capfd, line, status):
     found, _, body = ask(site, line)
-    assert found == status and (status != 200 or body == b"")
+    assert found == status
+    assert status != 200 or body == b""
     assert capfd.readouterr() == ("", "")
 
 
@@ -194,17 +196,16 @@ def test_a_page_asks_whether_it_was_renewed_and_its_file_stays_as_it_is(site, pl
     page = place / "index.html"
     page.write_text("<html><body>text</body></html>")
     _, head, body = ask(site, b"GET / HTTP/1.0")
-    assert b'fetch("/.changed")' in body and body.startswith(
-        b"<html><body>text<script>"
-    )
-    assert b"Content-Length: %d" % len(body) in head and body.endswith(
-        b"</script>\n</body></html>"
-    )
+    assert b'fetch("/.changed")' in body
+    assert body.startswith(b"<html><body>text<script>")
+    assert b"Content-Length: %d" % len(body) in head
+    assert body.endswith(b"</script>\n</body></html>")
     assert page.read_text() == "<html><body>text</body></html>"
     states = [ask(site, b"GET /.changed HTTP/1.0")[2] for _ in range(2)]
     folders.put(fill(place.with_name("new"), "another"), place)
     states.append(ask(site, b"GET /.changed HTTP/1.0")[2])
-    assert states[0] == states[1] != states[2] and b"" not in states
+    assert states[0] == states[1] != states[2]
+    assert b"" not in states
 
 
 def test_a_change_concerns_its_notebook_and_runs_concern_all_findings(fresh):
@@ -272,7 +273,8 @@ def test_a_changed_page_is_shown_renewed_and_a_wrong_one_is_told(
         while line not in shown and time.monotonic() < limit:
             time.sleep(0.1)
             shown += "".join(capfd.readouterr())
-        assert line in shown and "serve: book/page_1.md has changed" in shown
+        assert line in shown
+        assert "serve: book/page_1.md has changed" in shown
         there = b"What is new." in serving.content_of(place, "page_1.html")
         assert there == (line == "renewed")
     stop.set()

@@ -59,7 +59,8 @@ def test_rows_that_are_too_long_are_counted_and_left_out_never_cut():
         encoded = data.encode([long, ROW, long], Bytes(), max_length=length)
     assert encoded["input_ids"] == whole["input_ids"]
     every = data.encode([long, ROW, long], Bytes())  # without a limit all stay
-    assert len(every) == 3 and every[1]["input_ids"] == whole[0]["input_ids"]
+    assert len(every) == 3
+    assert every[1]["input_ids"] == whole[0]["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,8 @@ def test_rows_are_filled_up_on_either_side_and_the_mask_says_what_is_real():
 def test_a_mixture_holds_the_asked_sizes_in_an_order_of_its_seed():
     rows = data.mixture({"gcd": 30, "isa": 20}, "train", 3)
     names = [row["task"] for row in rows]
-    assert (names.count("gcd"), len(rows)) == (30, 50) and names != sorted(names)
+    assert (names.count("gcd"), len(rows)) == (30, 50)
+    assert names != sorted(names)
     assert rows == data.mixture({"gcd": 30, "isa": 20}, "train", 3)
     assert rows != data.mixture({"gcd": 30, "isa": 20}, "train", 4)
     refused("E-DATA: the mixture names no task", data.mixture, {}, "train")

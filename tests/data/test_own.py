@@ -52,7 +52,8 @@ def test_prompts_decide_the_splits_whatever_the_file_is_called_and_its_order(tmp
     task = Task.from_jsonl(put(tmp_path, *rows))
     sizes = {split: task.available(split) for split in (*tasks.SPLITS, "all")}
     assert sizes["all"] == 51 == sizes["train"] + sizes["validation"] + sizes["test"]
-    assert 10 <= sizes["test"] <= 11 and 10 <= sizes["validation"] <= 11
+    assert 10 <= sizes["test"] <= 11
+    assert 10 <= sizes["validation"] <= 11
     asked = [hashes(task.rows(split, sizes[split])) for split in tasks.SPLITS]
     for one, other in pairwise([*asked, asked[0]]):
         assert not one & other

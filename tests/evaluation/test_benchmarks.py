@@ -96,7 +96,8 @@ def test_the_hubs_files_are_read_in_a_folder(
     monkeypatch.setenv("DATA", str(tmp_path))
     table = evaluation.evaluate(tiny(), byte_tokenizer, task, limit=2, data="$DATA")
     assert table.asked.tolist() == table.task.tolist() == [task] * 2
-    assert (table.chance == chance).all() and set(table.answer) == {answer}
+    assert (table.chance == chance).all()
+    assert set(table.answer) == {answer}
     assert table.attrs["files"][name] == tmp_path / name
 
 
@@ -114,7 +115,8 @@ def test_a_group_is_one_line_in_which_its_tasks_count_equally(
     line = evaluation.summary(table, "HuggingFaceTB/SmolLM2-135M-Instruct@0").loc[
         "ai2_arc"
     ]
-    assert hits.sum() == 1 and table.groupby("task").size().tolist() == [2, 4]
+    assert hits.sum() == 1
+    assert table.groupby("task").size().tolist() == [2, 4]
     assert (line.normalised, line["rows"], line.chance) == (1 / 2, 6, 1 / 2)
     assert line.published == pytest.approx(0.373)
 

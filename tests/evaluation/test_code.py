@@ -72,7 +72,9 @@ def test_a_program_gets_a_verdict_in_one_line(written, verdict, monkeypatch):
         sandbox, "INSIDE", sandbox.INSIDE.replace("SECONDS = 5", "SECONDS = 1")
     )
     found = sandbox.judged(written, **TESTS)
-    assert found.startswith(verdict) and "\n" not in found and len(found) < 300
+    assert found.startswith(verdict)
+    assert "\n" not in found
+    assert len(found) < 300
 
 
 @boxed
@@ -128,11 +130,9 @@ def test_without_a_sandbox_it_is_refused_with_the_package_to_install(
         monkeypatch.setenv("PATH", str(tmp_path) + (":/usr/bin" if script else ""))
         assert cli.main(asked) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert (
-            line.startswith("E-SANDBOX")
-            and told in line
-            and "install bubblewrap" in line
-        )
+        assert line.startswith("E-SANDBOX")
+        assert told in line
+        assert "install bubblewrap" in line
 
 
 def test_the_tests_of_the_sandbox_say_why_they_are_skipped_and_fail_in_ci(monkeypatch):
@@ -187,7 +187,8 @@ def test_tokens_are_drawn_by_their_shares_whatever_shares_the_batch(
         texts.append(
             lm.answer([[1], [2, 3], [4], [5, 6, 7]], [(8, ())] * 4, (1.0, draws))
         )
-    assert texts[0] == texts[1] and len(set(texts[0])) > 1
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 1
 
 
 def put(folder, row):
@@ -241,7 +242,8 @@ def test_programs_are_written_judged_and_kept(
         4,
     ]  # the second batch again, then MBPP
     assert table.correct.tolist() == pytest.approx([5 / 6] * 3 + [1.0])
-    assert asked[-1][0].count("[BEGIN]") == 4 and asked[-1][0].endswith("[BEGIN]\n")
+    assert asked[-1][0].count("[BEGIN]") == 4
+    assert asked[-1][0].endswith("[BEGIN]\n")
     assert table.attrs["files"].keys() == {
         HUMANEVAL,
         f"{MBPP}/test.jsonl",

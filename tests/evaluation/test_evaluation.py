@@ -400,7 +400,8 @@ def test_a_model_without_cache_stops_at_strings_and_is_evaluated(tokenizer):
     stop = whole[2:4]
     assert lm.answer([ids], [(12, (stop,))]) == [whole[: whole.index(stop)]]
     table = evaluation.evaluate(model, tokenizer, "gcd", limit=3)
-    assert table.nll.notna().all() and len(table) == 3
+    assert table.nll.notna().all()
+    assert len(table) == 3
 
 
 def test_rows_that_end_early_leave_the_others_as_they_are(tokenizer):

@@ -106,7 +106,8 @@ def test_answers_are_graded_once_and_the_cost_is_shown(endpoint, tmp_path):
     assert "secret" not in repr(one)
     again = made(tmp_path)
     assert again.scores("summary", ROWS) == [1.0, 0.0]
-    assert len(endpoint.asked) == 2 and again.calls == again.cost == 0
+    assert len(endpoint.asked) == 2
+    assert again.calls == again.cost == 0
 
 
 def test_pairs_are_shown_in_both_orders(endpoint, tmp_path):
@@ -154,7 +155,8 @@ def test_what_is_no_grade_is_refused(endpoint, tmp_path, answer, asked, message)
     refused(
         f"E-JUDGE: .*{message}", made(tmp_path, workers=1).scores, "summary", ROWS[:1]
     )
-    assert len(endpoint.asked) == asked and not list(tmp_path.iterdir())
+    assert len(endpoint.asked) == asked
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_judge_that_never_answers_is_left_and_what_is_known_stays(endpoint, tmp_path):
@@ -188,7 +190,8 @@ def test_a_trickle_does_not_hold_a_call_beyond_its_deadline(endpoint, tmp_path, 
         "E-JUDGE: .*TimeoutError: the whole answer", late.scores, "summary", ROWS[:1]
     )
     assert 1.0 <= time.monotonic() - start < 3.0
-    assert len(endpoint.asked) == 2 and not list(tmp_path.iterdir())
+    assert len(endpoint.asked) == 2
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -208,13 +211,12 @@ def test_a_trickle_does_not_hold_a_call_beyond_its_deadline(endpoint, tmp_path, 
 def test_a_grade_without_a_count_of_tokens_is_kept_and_told(endpoint, tmp_path, usage):
     endpoint.usage = usage
     one = made(tmp_path)
-    assert one.scores("summary", ROWS) == [1.0, 0.0] and len(endpoint.asked) == 2
+    assert one.scores("summary", ROWS) == [1.0, 0.0]
+    assert len(endpoint.asked) == 2
     assert (one.calls, one.uncounted, one.tokens) == (2, 2, [0, 0])
     assert "2 calls (2 without a count of tokens), 0 tokens read" in str(one)
-    assert (
-        made(tmp_path).scores("summary", ROWS) == [1.0, 0.0]
-        and len(endpoint.asked) == 2
-    )
+    assert made(tmp_path).scores("summary", ROWS) == [1.0, 0.0]
+    assert len(endpoint.asked) == 2
 
 
 def test_a_budget_that_no_count_of_tokens_holds_is_refused_and_the_grade_stays(
@@ -248,7 +250,8 @@ def test_a_budget_ends_the_work_and_a_larger_one_goes_on(endpoint, tmp_path):
     known = len(list(tmp_path.iterdir()))
     assert 3 <= known < 6
     rich = made(tmp_path)
-    assert rich.scores("law", rows) == [1.0] * 6 and rich.calls == 6 - known
+    assert rich.scores("law", rows) == [1.0] * 6
+    assert rich.calls == 6 - known
 
 
 def test_marks_in_an_answer_are_not_closed_early_and_long_ones_are_cut(
@@ -258,7 +261,8 @@ def test_marks_in_an_answer_are_not_closed_early_and_long_ones_are_cut(
     bad = {"prompt": "p", "reference": "right", "answer": told}
     assert made(tmp_path).scores("summary", [bad]) == [0.0]
     asked = endpoint.asked[0][2]["messages"][0]["content"]
-    assert asked.count("</answer>") == 1 and len(asked) < 30_000
+    assert asked.count("</answer>") == 1
+    assert len(asked) < 30_000
 
 
 def test_agreement_is_the_chance_that_right_beats_wrong():
@@ -270,15 +274,18 @@ def test_agreement_is_the_chance_that_right_beats_wrong():
         }
     )
     table = judge.agreement(grades)
-    assert table.agreement["a"] == 0.75 and pd.isna(table.agreement["b"])
-    assert table.exact["a"] == 0.5 and table.grade["b"] == 0.8
+    assert table.agreement["a"] == 0.75
+    assert pd.isna(table.agreement["b"])
+    assert table.exact["a"] == 0.5
+    assert table.grade["b"] == 0.8
 
 
 def test_the_command_grades_what_it_evaluated(endpoint, tmp_path, capsys):
     wanted = ["evaluate", "nano", "--tasks", "intent_json", "--limit", "3", "--judge"]
     assert cli.main([*wanted, str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "agreement" in shown and "m: 3 calls" in shown
+    assert "agreement" in shown
+    assert "m: 3 calls" in shown
     assert (
         cli.main(["evaluate", "nano", "--tasks", "gcd", "--limit", "2", "--judge", "x"])
         == 2

@@ -84,7 +84,8 @@ def test_written_answers_are_greedy_ones_and_two_files_of_one_name_are_refused(
     path = put(tmp_path / "say.jsonl", rows)
     first = evaluation.evaluate(model, byte_tokenizer, str(path), split="all")
     said = first.output.str.split("\n").str[0]
-    assert len(first) == len(WORDS) and not first.correct.any()
+    assert len(first) == len(WORDS)
+    assert not first.correct.any()
     prompts = dict(zip(first.answer, said, strict=True))
     right = [
         {"prompt": row["prompt"], "answer": prompts[row["answer"]]}

@@ -23,7 +23,8 @@ def test_drawn_parameters_are_refused_by_their_names_or_can_be_planned(name):
         try:
             changed = draws.changes(name, draw)
         except Refusal as refusal:  # a list of numbers that are none, or out of range
-            assert refusal.code == "E-RANGE" and refusal.message.startswith("-p: ")
+            assert refusal.code == "E-RANGE"
+            assert refusal.message.startswith("-p: ")
             continue
         settings = draws.smoke(name) | changed
         try:

@@ -167,10 +167,8 @@ def test_the_planner_and_a_study_refuse_what_the_notebook_refuses(
 
 def test_rates_are_read_from_a_list_and_by_name_and_a_rate_beside_the_arms_is_no_harm():
     assert lists.rates("rates", "0.004") == [0.004]
-    assert (
-        lists.rates("rates", "1e-3, 0.5,") == [0.001, 0.5]
-        and lists.rates("rates", "") == []
-    )
+    assert lists.rates("rates", "1e-3, 0.5,") == [0.001, 0.5]
+    assert lists.rates("rates", "") == []
     text = " dense = 0.004, sparse=2e-3 "
     assert lists.rates_by_name("x", text, ["dense", "sparse"]) == {
         "dense": 0.004,
@@ -178,9 +176,9 @@ def test_rates_are_read_from_a_list_and_by_name_and_a_rate_beside_the_arms_is_no
     }
     one = given(arms="sparse", rates="", fixed_rates=text)
     chosen = rates.given(one, experiments.pesc.check(one))
-    assert (
-        chosen.by_arm == {"sparse": 0.002} and chosen.losses == {} and chosen.ends == {}
-    )
+    assert chosen.by_arm == {"sparse": 0.002}
+    assert chosen.losses == {}
+    assert chosen.ends == {}
 
 
 def test_without_a_grid_or_fixed_rates_each_arm_has_its_parameter():
@@ -218,7 +216,8 @@ def test_each_arm_gets_the_rate_of_its_least_loss_and_a_best_at_an_end_is_told()
     assert chosen.by_arm == {"low": 0.1, "inside": 0.2, "high": 0.4, "tied": 0.2}
     assert chosen.ends == {"low": "lowest", "high": "highest"}
     table = chosen.table
-    assert list(table.index) == names and table.loc["high", "0.4"] == 1.0
+    assert list(table.index) == names
+    assert table.loc["high", "0.4"] == 1.0
     assert table["end of the grid"].tolist() == ["lowest", "", "highest", ""]
     assert rates.choose(["low"], [0.1], loss).ends == {}  # one rate is no grid
 
@@ -331,18 +330,18 @@ def test_rates_are_tried_alike_for_every_arm_and_the_best_is_trained(calls):
     assert all(
         how["recomputes"] for how in calls
     )  # a trial takes no more memory than the run
-    assert chosen.by_arm == {"dense": 0.02, "sparse": 0.02} and chosen.ends == {}
+    assert chosen.by_arm == {"dense": 0.02, "sparse": 0.02}
+    assert chosen.ends == {}
     calls.clear()
     result = tried.run(tried.arms["sparse"], chosen["sparse"])
     (how,) = calls
     assert (how["lr"], how["steps"], how["label"]) == (0.02, 3, "sparse")
-    assert how["penalty"] is pesc.balance_loss and how["recomputes"]
+    assert how["penalty"] is pesc.balance_loss
+    assert how["recomputes"]
     run = Kept()
     experiments.pesc.record(run, "pesc", result)
-    assert (
-        run.values["pesc/sparse/accuracy"] == 1.0
-        and run.values["pesc/sparse/trained"] > 0
-    )
+    assert run.values["pesc/sparse/accuracy"] == 1.0
+    assert run.values["pesc/sparse/trained"] > 0
     assert run.values["pesc/sparse/adapter_norm"] == 0  # nothing was trained
     assert run.lines == {"pesc/sparse/loss": [3.0, 2.0]}
 
@@ -350,7 +349,8 @@ def test_rates_are_tried_alike_for_every_arm_and_the_best_is_trained(calls):
 def test_fixed_rates_are_those_that_arms_are_trained_at_and_none_is_tried(calls):
     fixed = started(rates="", fixed_rates="sparse=0.03, dense=0.05, matched=0.9")
     chosen = fixed.choose_rates()
-    assert calls == [] and chosen.losses == {}
+    assert calls == []
+    assert chosen.losses == {}
     for name, arm in fixed.arms.items():
         fixed.run(arm, chosen[name])
     assert [(how["label"], how["lr"]) for how in calls] == [

@@ -132,11 +132,13 @@ def test_an_upcycled_arm_is_what_the_method_makes_of_the_base_and_its_start(
     start = upcycling.su(models.load("nano")[0], 4, kind="wide", seed=3)
     arm = ROUTER_INIT.ARMS[name]
     settings = given()
-    assert arm.configure(settings) == config and arm.penalty is upcycling.balance_loss
+    assert arm.configure(settings) == config
+    assert arm.penalty is upcycling.balance_loss
     ours = ROUTER_INIT.build(models.load("nano")[0], config, start)
     by_hand = upcycling.upcycle(models.load("nano")[0], config, start)
     for one, other in zip(ours.parameters(), by_hand.parameters(), strict=True):
-        assert torch.equal(one, other) and one.requires_grad
+        assert torch.equal(one, other)
+        assert one.requires_grad
 
 
 def test_starts_get_their_length_and_the_rule_scaled_its_factors(monkeypatch):
@@ -155,7 +157,8 @@ def test_starts_get_their_length_and_the_rule_scaled_its_factors(monkeypatch):
     assert torch.equal(made["su"].weights, wanted.weights)
     assert made["su"].factors is None
     factors = upcycling.levelled(wanted, inputs, 1).factors
-    assert torch.equal(made["su_scaled"].factors, factors) and (factors > 1).all()
+    assert torch.equal(made["su_scaled"].factors, factors)
+    assert (factors > 1).all()
 
 
 class Kept:
@@ -175,7 +178,8 @@ class Kept:
 def test_the_dense_arm_is_the_base_and_all_of_it_trains():
     arm = ROUTER_INIT.ARMS["dense"]
     made = arm.make(models.load("nano")[0], given())
-    assert arm.penalty is None and all(part.requires_grad for part in made.parameters())
+    assert arm.penalty is None
+    assert all(part.requires_grad for part in made.parameters())
     whole = models.load("nano")[0].state_dict()
     assert all(
         torch.equal(part, whole[name]) for name, part in made.state_dict().items()
@@ -213,11 +217,12 @@ def test_an_arm_is_trained_as_by_hand_and_looked_at_where_its_plan_says(monkeypa
     few = settings["quarter_rows"]
     many = settings["test_rows"]
     assert tested == [many, many, few, few, few, many]  # su4 after each quarter
-    assert sorted(courses["su4"].answers) == [2, 4, 6, 8] and sorted(
-        courses["su"].answers
-    ) == [8]
-    assert courses["dense"].before == {} and courses["su"].before["entropy"] > 0
-    assert courses["su"].shares is not None and courses["su4"].shares is None
+    assert sorted(courses["su4"].answers) == [2, 4, 6, 8]
+    assert sorted(courses["su"].answers) == [8]
+    assert courses["dense"].before == {}
+    assert courses["su"].before["entropy"] > 0
+    assert courses["su"].shares is not None
+    assert courses["su4"].shares is None
     planned = ROUTER_INIT.plan(settings)["su"]
     assert sorted(courses["su"].routes) == sorted({*planned.watched})
 
@@ -228,9 +233,12 @@ def test_an_arm_is_trained_as_by_hand_and_looked_at_where_its_plan_says(monkeypa
     assert kept.values["root/dense/step0/nll"] == (pytest.approx(before), "nats")
     damaged, _ = kept.values["root/su/step0/nll"]
     upcycled = upcycling.upcycle(load(), upcycling.Config(experts=2), starts["su"])
-    assert damaged == pytest.approx(made.validate(upcycled)) and damaged > before + 0.1
+    assert damaged == pytest.approx(made.validate(upcycled))
+    assert damaged > before + 0.1
     line, unit = kept.lines["root/su/recovery"]
-    assert unit == "nats" and sorted(line) == [0, 1, 2, 4, 8] and line[0] == damaged
+    assert unit == "nats"
+    assert sorted(line) == [0, 1, 2, 4, 8]
+    assert line[0] == damaged
     assert table.loc["su"].to_dict() == line
 
     runtime.seed_everything(settings["seed"])

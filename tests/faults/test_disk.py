@@ -202,7 +202,9 @@ def test_a_disk_that_fails_at_any_call_loses_nothing(
         act(folder, 2)
     after = state(folder)
     told = 0
-    assert disk.calls > 5 and before != after and not left(folder)
+    assert disk.calls > 5
+    assert before != after
+    assert not left(folder)
     every = [(at, number) for at in range(1, disk.calls + 1) for number in ERRORS]
     for at, number in (
         every if times > 1 else [every[3 * n + n % 3] for n in range(disk.calls)]
@@ -270,12 +272,12 @@ def test_a_full_disk_in_a_study_is_told_with_its_place_and_leaves_nothing(
                 line = str(told(error))
         if disk.calls < at:  # there was room for all of it
             break
-        assert (
-            line.startswith("E-DISK: ")
-            and str(folder) in line
-            and "make room there" in line
-        )
+        assert line.startswith("E-DISK: ")
+        assert str(folder) in line
+        assert "make room there" in line
         assert not left(folder) and not [*folder.glob("results/*")], f"call {at}"
         act(folder)
-        assert not left(folder) and not store.unsealed(folder)
-    assert at > 10 and not line
+        assert not left(folder)
+        assert not store.unsealed(folder)
+    assert at > 10
+    assert not line

@@ -121,7 +121,9 @@ def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(
     assert toy.run() == 0, toy.forks.told.read_text()
     took = time.monotonic() - started
     whole = toy.kept()
-    assert whole.values and whole.curves and "resumed" not in whole.manifest
+    assert whole.values
+    assert whole.curves
+    assert "resumed" not in whole.manifest
     shutil.rmtree(toy.folder / "runs")
     draw = random.Random(1)
     count = Counter(killed=0, saving=0, lost=0, ended=0)
@@ -190,9 +192,8 @@ def test_killed_studies_keep_what_they_told(
                 test_study.same_bits(one, other)
             count["ended"] = count["ended"] + 1
             done = set()
-            assert (
-                not list(temporary.iterdir()) and not verify(None, folder)[0].failures
-            )
+            assert not list(temporary.iterdir())
+            assert not verify(None, folder)[0].failures
             left = {
                 path.name
                 for end in ("lock", "part")
@@ -201,4 +202,5 @@ def test_killed_studies_keep_what_they_told(
             assert left == {"requirements.lock"}
             shutil.rmtree(folder / "results"), shutil.rmtree(folder / "runs")
     figures("kills", "study", **count)
-    assert not count["lost"] and count["ended"]
+    assert not count["lost"]
+    assert count["ended"]

@@ -321,7 +321,8 @@ def test_a_round_trip_brings_back_the_base_and_the_answers(sparse, batch):
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
     want = model(**inputs).logits
     found = esft.round_trip(model, inputs)
-    assert found["base unchanged"] == 1 and found["loading"] == 0
+    assert found["base unchanged"] == 1
+    assert found["loading"] == 0
     assert found["merging"] == pytest.approx(0, abs=1e-5)
     assert found["bytes"] > sum(
         p.nbytes for p in esft.trained(specialised(sparse())).values()

@@ -31,7 +31,8 @@ SWEPT = {
 
 def test_a_sweep_is_read():
     read = arms.sweep(SWEPT)
-    assert read == TRIED and all(isinstance(rank, int) for rank in read["lora"])
+    assert read == TRIED
+    assert all(isinstance(rank, int) for rank in read["lora"])
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,8 @@ def test_every_arm_has_a_name_and_none_is_trained_twice():
     assert known["gate-0.3"] == Arm("gate", 0.3, main=False)
     assert known["random_gate"] == Arm("gate", 0.1, random=True)
     assert known["gate-g2"] == Arm("gate", 0.1, group=2, main=False)
-    assert known["lora-4"].size == 4 and known["lora"].size == 8
+    assert known["lora-4"].size == 4
+    assert known["lora"].size == 8
     by_size = {
         "gate": ["gate", "gate-0.3"],
         "token": ["token"],
@@ -77,9 +79,8 @@ def test_every_arm_has_a_name_and_none_is_trained_twice():
     assert arms.budget(TRIED, USUAL) == by_size
     usual = USUAL | {"gate": 0.2}
     both = ["gate-0.1", "gate-0.3"]
-    assert arms.budget(TRIED, usual)["gate"] == both and set(both) <= set(
-        arms.arms(TRIED, usual)
-    )
+    assert arms.budget(TRIED, usual)["gate"] == both
+    assert set(both) <= set(arms.arms(TRIED, usual))
 
 
 def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(
@@ -135,7 +136,8 @@ def test_lora_starts_at_the_base_and_has_the_ranks_asked_for(family, mixture, ba
 def test_lora_on_attention_alone_leaves_every_expert_frozen(mixture):
     model = esft.lora(mixture("DeepseekV2"), rank=2, attention=True)
     free = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert len(free) == 3 * 4 * 2 and all(".self_attn." in name for name in free)
+    assert len(free) == 3 * 4 * 2
+    assert all(".self_attn." in name for name in free)
 
 
 def test_an_arm_starts_on_a_copy_with_what_it_trains(mixture, batch):
@@ -153,10 +155,10 @@ def test_an_arm_starts_on_a_copy_with_what_it_trains(mixture, batch):
         tuned = arms.start(model, known[name], given, together)
         sizes[name] = sum(p.numel() for p in tuned.parameters() if p.requires_grad)
     assert max(sizes, key=sizes.get).startswith("fft")
-    assert (
-        sizes["lora_attention"] < sizes["lora"] and sizes["gate"] <= sizes["gate-0.3"]
-    )
-    assert fingerprint(model) == base and not hasattr(model, "esft")
+    assert sizes["lora_attention"] < sizes["lora"]
+    assert sizes["gate"] <= sizes["gate-0.3"]
+    assert fingerprint(model) == base
+    assert not hasattr(model, "esft")
 
 
 def test_lora_adapts_all_but_norms_and_routers_and_multiplies_by_the_scale(mixture):
@@ -238,16 +240,19 @@ def test_costs_are_those_of_the_tensors_that_train(mixture, rows):
     recipe = {"batch": 4, "seed": 0, "pad_id": 2, "steps": 2, "lr": 0.01}
     whole = sum(p.nbytes for p in mixture("DeepseekV2").parameters())
     full = cost(esft.full(mixture("DeepseekV2")), rows, **recipe)
-    assert full["storage"] == whole and full["optimizer"] == 2 * whole
+    assert full["storage"] == whole
+    assert full["optimizer"] == 2 * whole
     assert full["peak_memory"] > full["resident"] + 3 * whole
     model = esft.specialise(
         mixture("DeepseekV2"), esft.Selection(experts={1: (0, 1), 2: (2,)})
     )
     chosen = sum(p.nbytes for p in esft.trained(model).values())
     small = cost(model, rows, **recipe)
-    assert small["storage"] == chosen and small["optimizer"] == 2 * chosen
+    assert small["storage"] == chosen
+    assert small["optimizer"] == 2 * chosen
     assert small["resident"] == pytest.approx(full["resident"] + chosen)
-    assert small["peak_memory"] < full["peak_memory"] and small["time"] > 0
+    assert small["peak_memory"] < full["peak_memory"]
+    assert small["time"] > 0
 
 
 def scores(*rows):
@@ -287,7 +292,8 @@ def test_experts_are_counted_by_layer_and_shares_gathered_by_score_and_place():
     table = esft.counts(
         {(s, "a"): esft.Selection(experts=e) for s, e in chosen.items()}
     )
-    assert list(table) == [1, 2] and list(table.index) == [
+    assert list(table) == [1, 2]
+    assert list(table.index) == [
         ("token", "a"),
         ("gate", "a"),
     ]
@@ -298,9 +304,8 @@ def test_experts_are_counted_by_layer_and_shares_gathered_by_score_and_place():
         name: (16 * part).tolist() for name, part in esft.spread(shares).items()
     }
     assert list(gathered) == ["token", "gate", "layers/middle", "layers/outer"]
-    assert gathered["token"] == list(range(8)) and gathered["gate"] == list(
-        range(8, 16)
-    )
+    assert gathered["token"] == list(range(8))
+    assert gathered["gate"] == list(range(8, 16))
     assert gathered["layers/middle"] == [
         2,
         6,
@@ -312,9 +317,8 @@ def test_experts_are_counted_by_layer_and_shares_gathered_by_score_and_place():
     single = esft.spread(
         pd.DataFrame([[0.5]], pd.MultiIndex.from_tuples([("token", "a")]), [1])
     )
-    assert single["layers/middle"].tolist() == [0] and single[
-        "layers/outer"
-    ].tolist() == [0.5]
+    assert single["layers/middle"].tolist() == [0]
+    assert single["layers/outer"].tolist() == [0.5]
 
 
 def test_an_arms_average_counts_each_task_once_whatever_its_rows():
@@ -332,7 +336,8 @@ def test_an_arms_average_counts_each_task_once_whatever_its_rows():
     joined = esft.by_arm(tables, ["a", "b"])
     assert joined["fft"].score.mean() == pytest.approx((0.75 + 0.0) / 2)
     assert joined["fft"].tuned.tolist() == ["a"] * 4 + ["b"] * 2
-    assert list(joined) == ["fft", "lora"] and joined["lora"].score.mean() == 0.25
+    assert list(joined) == ["fft", "lora"]
+    assert joined["lora"].score.mean() == 0.25
 
 
 def test_what_is_left_is_compared_at_equal_target_accuracy():
@@ -361,9 +366,8 @@ def test_a_front_is_read_off_evaluations_with_general_tasks_of_equal_weight():
     ]
     solved, scores = esft.front(tables, "t")
     assert solved.tolist() == [0, 0.5]
-    assert scores.mean(axis=1).tolist() == pytest.approx(
-        [1, 0.75]
-    ) and scores.shape == (2, 3)
+    assert scores.mean(axis=1).tolist() == pytest.approx([1, 0.75])
+    assert scores.shape == (2, 3)
 
 
 def test_layers_are_described_as_they_are(mixture):

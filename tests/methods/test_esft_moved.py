@@ -73,7 +73,8 @@ def test_esfts_checkpoint_moved_the_chosen_experts_by_what_was_added(tmp_path):
     moved = table[table.moved]
     assert [*zip(moved.layer, moved.expert, strict=True)] == [(0, 1), (1, 0), (1, 3)]
     assert moved.change.tolist() == pytest.approx([0.5] * 3)
-    assert len(table) == 8 and (table.change[~table.moved] == 0).all()
+    assert len(table) == 8
+    assert (table.change[~table.moved] == 0).all()
     esft.merge(model).save_pretrained(tmp_path / "merged")
     from tests.tokens import byte_tokenizer
 

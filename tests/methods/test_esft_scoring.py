@@ -200,7 +200,8 @@ def test_packed_samples_are_the_rows_in_turn_too_few_make_fewer_and_padding_is_m
         for seed in (1, 1, 0)
     ]
     first, same, other = (draw[0]["input_ids"] for draw in draws)
-    assert torch.equal(first, same) and not torch.equal(first, other)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
     batches = draws[0]
     assert [batch["input_ids"].shape for batch in batches] == [(1, 6), (1, 6)]
     assert all(batch["attention_mask"].all() for batch in batches)
@@ -240,7 +241,8 @@ def test_the_published_experts_follow_from_the_published_scores(shared):
         published = esft.Scores.load(folder / f"{task}.scores.json")
         selection = esft.select(published, released)
         want = json.loads((folder / f"{task}.experts.json").read_text())
-        assert selection.published() == want and len(want["experts"]) == 26
+        assert selection.published() == want
+        assert len(want["experts"]) == 26
         assert esft.Selection.load(folder / f"{task}.experts.json") == selection
         plain, share = (esft.select(published, rule).count for rule in rules)
         assert 0 < share < plain / 2
@@ -375,7 +377,8 @@ def test_bad_files_of_scores_and_of_experts_are_refused(tmp_path):
     }.items():
         (tmp_path / "experts.json").write_text(text)
         refusal = refused(message, esft.Selection.load, tmp_path / "experts.json")
-        assert "experts.json" in str(refusal) and len(str(refusal)) < 500
+        assert "experts.json" in str(refusal)
+        assert len(str(refusal)) < 500
     refused("E-NOFILE", esft.Selection.load, tmp_path / "none.json")
 
 

@@ -134,9 +134,8 @@ def test_some_tasks_of_a_collection_are_what_would_be_collected_from_them_alone(
     for names in (("a", "b"), ("b", "c"), ("c",)):
         part = every.only(*names)
         alone = upcycling.collect(model, {n: tasks[n] for n in names})
-        assert torch.equal(part.points, alone.points) and torch.equal(
-            part.labels, alone.labels
-        )
+        assert torch.equal(part.points, alone.points)
+        assert torch.equal(part.labels, alone.labels)
         assert (part.tasks, part.base) == (alone.tasks, alone.base)
 
 
@@ -258,7 +257,8 @@ def test_the_hardest_share_of_each_task_is_kept_in_order(host):
     hard = upcycling.hardest(model, {"a": data, "b": data.select(range(20))})
     scores = perplexities(model, data).tolist()
     best = sorted(sorted(range(60), key=lambda i: -scores[i])[:3])
-    assert hard["a"]["input_ids"] == [rows[i] for i in best] and len(hard["b"]) == 1
+    assert hard["a"]["input_ids"] == [rows[i] for i in best]
+    assert len(hard["b"]) == 1
     assert len(upcycling.hardest(model, {"a": data}, share=1)["a"]) == 60
 
 

@@ -45,7 +45,8 @@ def test_a_model_that_calls_itself_its_decoder_shows_its_layers():
     )
     found = [(layer.kind, layer.width) for layer in anatomy(model).layers]
     assert found == [("dense", 40), ("sparse", 40)]
-    assert model.get_decoder() is model and anatomy(model).decoder is model.model
+    assert model.get_decoder() is model
+    assert anatomy(model).decoder is model.model
 
 
 @pytest.mark.parametrize("family", SPARSE)
@@ -65,7 +66,8 @@ def test_sparse_families_show_router_and_fused_experts(family):
 
 def test_transposed_experts_show_their_own_width():
     _, layer = anatomy(build("GptOss", num_local_experts=4)).layers
-    assert layer.experts.down_proj.shape == (4, 40, 32) and layer.width == 40
+    assert layer.experts.down_proj.shape == (4, 40, 32)
+    assert layer.width == 40
 
 
 @pytest.mark.filterwarnings(

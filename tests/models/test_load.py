@@ -84,7 +84,8 @@ def test_a_tokenizer_without_a_pad_token_pads_with_its_end_of_sequence_token(fol
     encoded = data.encode(rows, tokenizer, max_length=64)
     batch = Batches(encoded, 2, seed=0, pad_id=tokenizer.pad_token_id)[0]
     filled = batch["input_ids"][batch["attention_mask"] == 0]
-    assert len(filled) > 0 and set(filled.tolist()) == {tokenizer.eos_token_id}
+    assert len(filled) > 0
+    assert set(filled.tolist()) == {tokenizer.eos_token_id}
     edit(folder / "tokenizer_config.json", pad_token="<|bos|>")
     assert (
         models.load(str(folder))[1].pad_token_id == 0

@@ -114,7 +114,8 @@ def test_under_autocast_it_is_pefts_own():
         torch.manual_seed(4)
         with torch.autocast("cpu", torch.bfloat16):
             outputs.append(layer(torch.ones(3, 12)))
-    assert outputs[0].dtype == torch.bfloat16 and torch.equal(*outputs)
+    assert outputs[0].dtype == torch.bfloat16
+    assert torch.equal(*outputs)
 
 
 def test_masks_are_drawn_at_the_rate_and_anew_at_each_pass():

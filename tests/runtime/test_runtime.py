@@ -72,7 +72,8 @@ def test_a_stopwatch_measures_time_and_the_blocks_own_peak_memory():
         time.sleep(0.05)
     assert 0.05 <= lap.seconds < 5
     if sys.platform == "linux":
-        assert big.memory is not None and lap.memory is not None
+        assert big.memory is not None
+        assert lap.memory is not None
         assert big.memory - lap.memory > 200_000_000
     assert runtime.peak_memory(2**22 + 1) is None, "of a process that is gone"
 

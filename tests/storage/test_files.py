@@ -148,7 +148,8 @@ def test_code_and_data_count_and_comments_layout_and_prose_do_not(
 ):
     run = _run(package.parent)
     path = package.parent / name
-    assert records.runs.changed(run, package.parent) == () and old in path.read_text()
+    assert records.runs.changed(run, package.parent) == ()
+    assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new, 1))
     assert records.runs.changed(run, package.parent) == names
 
@@ -199,7 +200,8 @@ def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path):
     for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "toy")):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     found = storage.commit(tmp_path)
-    assert found is not None and (len(found["id"]), found["dirty"]) == (40, False)
+    assert found is not None
+    assert (len(found["id"]), found["dirty"]) == (40, False)
     storage.write(tmp_path / "book" / "intro.md", "what no run is made of")
     assert storage.commit(tmp_path) == found
     storage.write(tmp_path / "notebooks" / "01_toy.ipynb", "[]")
@@ -228,7 +230,8 @@ def test_the_project_has_a_config_and_a_failed_write_leaves_the_old_file(
     monkeypatch.setattr("os.fsync", Mock(side_effect=full))
     with pytest.raises(OSError, match="No space"):
         storage.write(path, "new")
-    assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
+    assert path.read_text() == "old"
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +265,8 @@ def test_one_reader_takes_json_objects_and_refuses_what_is_none(
         return
     limit = 10**5 if "LIMIT" in message else 10**7
     refusal = refused(message, storage.read_json, path, limit=limit)
-    assert "some.json" in str(refusal) and len(str(refusal)) < 500
+    assert "some.json" in str(refusal)
+    assert len(str(refusal)) < 500
 
 
 SAME_CELLS = [

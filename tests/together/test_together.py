@@ -177,7 +177,8 @@ def test_an_arms_routers_start_as_its_name_says_but_for_their_length(
     wanted = getattr(upcycling, kind)(source, count).weights
     weights = [router.weight.detach() for router in routers(built(dense, DENSE[name]))]
     for weight, start, inputs in zip(weights, wanted, dense.inputs.points, strict=True):
-        assert weight.shape == start.shape and directed(weight, start)
+        assert weight.shape == start.shape
+        assert directed(weight, start)
         assert logit_scale(inputs @ weight.T) == pytest.approx(1)
 
 
@@ -206,7 +207,8 @@ def test_loras_that_read_what_the_ffn_puts_out_become_adapters_exactly(dense):
     assert (expected - logits(base, dense)).abs().max() > 0.01
     torch.testing.assert_close(logits(model, dense), expected, atol=2e-4, rtol=1e-3)
     loose = dense.as_adapters([*bank(dense, DENSE["pesc_bank"]).values()]).explained
-    assert (loose < 0.99).all() and (loose > 0).all()
+    assert (loose < 0.99).all()
+    assert (loose > 0).all()
 
 
 @pytest.mark.parametrize("name", ["pesc_bank", "pesc_rocket"])
@@ -352,7 +354,8 @@ def test_shots_go_to_the_lora_that_models_them_best():
 
 def test_rocket_chooses_as_many_as_asked_and_deals_all_shots_out(dense):
     picked, shots = crafts.chosen_loras(dense, bank(dense, DENSE["rocket"]))
-    assert len(set(picked)) == 4 and list(shots) == list(picked)
+    assert len(set(picked)) == 4
+    assert list(shots) == list(picked)
     dealt = {row["prompt"] for some in shots.values() for row in some}
     assert dealt == {row["prompt"] for row in dense.mixed[:6]}
 
@@ -417,9 +420,8 @@ def test_costs_are_measured_for_every_arm(dense, monkeypatch):
     costs = together.costs(dense, models, penalties)
     assert list(costs.index) == ["full", "pesc"]
     assert (costs > 0).drop(columns="stored").all(axis=None)
-    assert (
-        costs.trained["full"] == 1_066_112 and costs.peak["pesc"] < costs.peak["full"]
-    )
+    assert costs.trained["full"] == 1_066_112
+    assert costs.peak["pesc"] < costs.peak["full"]
 
 
 def test_what_does_not_compose_is_refused(dense, setups):

@@ -271,10 +271,10 @@ def test_trainings_go_on_and_tell_the_time_found(
     for (loss, measured, end), (loss_, measured_, end_) in zip(
         whole, process(), strict=True
     ):
-        assert (loss, measured) == (loss_, measured_) and same(end, end_)
-    assert (
-        found(tmp_path).keys() == {"001", "002"} and min(found(tmp_path).values()) > 0
-    )
+        assert (loss, measured) == (loss_, measured_)
+        assert same(end, end_)
+    assert found(tmp_path).keys() == {"001", "002"}
+    assert min(found(tmp_path).values()) > 0
     monkeypatch.setattr(
         checkpoints, "environment", lambda: {"cpu": "another", "memory": 2**40}
     )
@@ -303,7 +303,8 @@ def test_a_run_without_room_for_checkpoints_is_trained_to_the_end(
     )
     monkeypatch.setattr(checkpoints, "environment", lambda: {"memory": 1000})
     process()
-    assert checkpoint.seal.call_count == 2 and not list(tmp_path.glob("*/step-*"))
+    assert checkpoint.seal.call_count == 2
+    assert not list(tmp_path.glob("*/step-*"))
 
 
 @pytest.mark.parametrize(

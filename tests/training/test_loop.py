@@ -213,7 +213,8 @@ def test_training_leaves_the_surroundings_as_they_were(
     fit(model, rows(), steps=2, batch=4, pad_id=2)
     np.testing.assert_equal([state() for state in states], before)
     assert logging.get_verbosity() == verbosity
-    assert model.config.use_cache and not model.training
+    assert model.config.use_cache
+    assert not model.training
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 

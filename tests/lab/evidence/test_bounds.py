@@ -47,7 +47,8 @@ def test_a_bound_fails_for_its_trivial_arm_in_the_recorded_pools(claim, pools):
 def test_a_bound_that_every_trained_arm_keeps_is_found():
     """Dense fine-tuning recovers nothing of the lead: nine tenths of the gain say otherwise."""
     vacuous = papers.claim("pesc.approximates-full-experts")
-    assert vacuous.bounded and vacuous.ended
+    assert vacuous.bounded
+    assert vacuous.ended
     pool = store.pool("pesc", "decay")
     base, full, dense = (
         7.5,
@@ -69,10 +70,10 @@ def test_a_router_that_uses_all_experts_alike_keeps_the_ended_bound_on_their_num
     share = chosen.count / experts
     bounds = ("esft.few-experts-are-trained", "esft.fewer-experts-than-an-even-router")
     old, new = map(papers.claim, bounds)
-    assert side(old, share - old.reference, share - old.reference) == 1 and old.ended
-    assert (
-        side(new, share - new.reference, share - new.reference) == -1 and not new.ended
-    )
+    assert side(old, share - old.reference, share - old.reference) == 1
+    assert old.ended
+    assert side(new, share - new.reference, share - new.reference) == -1
+    assert not new.ended
     if experts == 66:
         assert share == pytest.approx(new.trivial, abs=1e-4)
     assert (

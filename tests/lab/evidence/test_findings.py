@@ -195,7 +195,8 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
         (3 - half, 3 + half), rel=1e-6
     )
     text = findings.table(frame)
-    assert list(text.columns) == ["loss", "again", "seeds"] and text.seeds.tolist() == [
+    assert list(text.columns) == ["loss", "again", "seeds"]
+    assert text.seeds.tolist() == [
         3,
         1,
     ]
@@ -238,7 +239,8 @@ def test_differences_are_drawn_paired_by_seed_and_item_pool_by_pool():
     points = [line.get_xdata().tolist() for line in axes.lines[1::2]][:2]
     # Of a's 1 and 3 less b's 2 and 2: items alone tell.
     half = 12.706205 * 2**0.5 / 2**0.5
-    assert points == [[0.0], [0.0]] and axes.get_xlabel() == "more (nats)"
+    assert points == [[0.0], [0.0]]
+    assert axes.get_xlabel() == "more (nats)"
     assert axes.lines[0].get_xdata() == pytest.approx([-half, half], rel=1e-6)
     assert (
         findings.differences([(TOY, {"none": pairs["none"]})], xlabel="", title="")
@@ -256,10 +258,10 @@ def test_series_and_bands_take_the_seeds_that_have_every_name_and_refuse_other_s
     assert list(sizes.items()) == [(4, "experts4"), (8, "sparse"), (16, "experts16")]
     names = {"A": "toy/a/loss", "B": "toy/b/loss", "none": "toy/c/loss"}
     lines, steps = findings.bands(TOY, names)
-    assert steps == (1.0, 2.0) and list(lines) == ["A", "B"]
-    assert lines["A"].tolist() == [[1, 3], [2, 4], [3, 5]] and lines["B"].tolist() == [
-        [2, 2]
-    ]
+    assert steps == (1.0, 2.0)
+    assert list(lines) == ["A", "B"]
+    assert lines["A"].tolist() == [[1, 3], [2, 4], [3, 5]]
+    assert lines["B"].tolist() == [[2, 2]]
     less, _ = findings.bands(TOY, names, less="toy/b/loss")  # which one seed alone has
     assert {name: rows.tolist() for name, rows in less.items()} == {
         "A": [[-1, 1]],
@@ -330,9 +332,8 @@ def test_ten_other_seeds_change_no_label_that_survives_the_correction(
     other = seeds(sources.find(storage.root(), name).facts(protocol)["Ten other seeds"])
     pairs = repeated(store.pool(name, protocol), other)
     sure = pages.surviving(one for one, _ in pairs)
-    assert len(sure) == number and {two.shown.seeds for _, two in pairs} == {10} == {
-        len(other)
-    }
+    assert len(sure) == number
+    assert {two.shown.seeds for _, two in pairs} == {10} == {len(other)}
     assert all(one.label == two.label for one, two in pairs if one.claim.id in sure)
 
 
@@ -350,9 +351,11 @@ def test_a_verdict_that_needs_the_weights_of_its_tasks_says_so():
     runs = tuple(replace(run, values=(*run.values, *parts)) for run in one.runs)
     best = only(row(CLAIM, [replace(one, runs=runs)]))
     said = ["as claimed on 1 of 2 domains", "no longer so if domains weigh alike"]
-    assert best.side == 1 and findings.notes(best) == said
+    assert best.side == 1
+    assert findings.notes(best) == said
     best = only(row(CLAIM, [replace(one, runs=(*runs[:2], one.runs[2]))]))
-    assert best.seeds == 3 and not findings.notes(best)  # one seed recorded no domains
+    assert best.seeds == 3
+    assert not findings.notes(best)  # one seed recorded no domains
 
 
 def test_a_change_is_over_the_seeds_that_have_both_and_arms_with_fewer_seeds_are_named():

@@ -88,7 +88,8 @@ def test_a_study_whose_interval_excludes_zero_says_that_the_direction_holds():
     half = 4.302653 * 0.005 / 3**0.5  # Student's quantile at two degrees of freedom
     measured = (best.effect, *best.interval, best.smallest)
     assert measured == pytest.approx((0.02, 0.02 - half, 0.02 + half, half), rel=1e-6)
-    assert judged.label == "direction holds" and findings.scatter(best)[-4:] == " 4.0"
+    assert judged.label == "direction holds"
+    assert findings.scatter(best)[-4:] == " 4.0"
 
 
 @pytest.mark.parametrize(
@@ -171,22 +172,22 @@ def test_each_scale_has_a_verdict_of_its_own_and_none_overrules_another():
     judged = decided(DIRECTION, *reversed(pools))
     assert [one.scale for one in judged.verdicts] == ["1 M", "135 M"]
     assert judged.labels == ("direction holds", "direction fails")
-    assert judged.at("1 M").deciding.pool is pools[0] and judged.at("11 M") is None
+    assert judged.at("1 M").deciding.pool is pools[0]
+    assert judged.at("11 M") is None
 
 
 @pytest.mark.parametrize("others", [STUDY, LOWER, (*STUDY, *STUDY)])
 def test_only_the_pool_that_a_head_names_decides_whatever_the_others_say(others):
     pools = [against("study", MIXED), named("two", against("study", others))]
     (judged,) = row(DIRECTION, pools, ["nano"]).verdicts
-    assert (
-        judged.label == "too small to see here"
-        and judged.deciding.pool.protocol == "nano"
-    )
+    assert judged.label == "too small to see here"
+    assert judged.deciding.pool.protocol == "nano"
     assert [one.pool.protocol for one in judged.exploratory] == ["two"]
     assert judged.together.seeds == 3 + len(others)
     assert judged.together.effect == pytest.approx(np.mean([*MIXED, *others]) - 0.4)
     (judged,) = row(DIRECTION, pools).verdicts
-    assert judged.label == "exploratory" and judged.deciding is None
+    assert judged.label == "exploratory"
+    assert judged.deciding is None
     assert row(DIRECTION, pools).decided == ()
     with pytest.raises(
         Refusal, match=r"E-CONFIG: pesc\.test: nano and two both decide it at 1 M"
@@ -334,9 +335,8 @@ def test_without_three_seeds_of_both_arms_at_full_size_there_is_no_verdict():
         (0.4, "no difference"),
     ):
         (judged,) = decided(DIRECTION, against("cpu", [score])).verdicts
-        assert judged.label == "inconclusive" and findings.notes(judged.deciding) == [
-            f"{so} so far"
-        ]
+        assert judged.label == "inconclusive"
+        assert findings.notes(judged.deciding) == [f"{so} so far"]
     assert judge(DIRECTION, against("cpu", STUDY)) == "inconclusive"
     assert judge(DIRECTION, against("study", [0.5, 0.5])) == "inconclusive", "two seeds"
 
@@ -388,9 +388,8 @@ def test_what_is_read_from_published_files_is_computed_and_needs_no_seeds():
     drawn = pool("paper", [accuracy("a", [0.4, 0.44]), accuracy("b", [0.4, 0.4])])
     read = replace(drawn.runs[0], manifest={"files": {"law": "0" * 64}})
     (judged,) = row(DIRECTION, [replace(drawn, runs=(read,))]).verdicts
-    assert (
-        judged.label == "direction holds" and judged.deciding.exact
-    )  # nobody ran it here
+    assert judged.label == "direction holds"
+    assert judged.deciding.exact  # nobody ran it here
     assert judged.scale == "the authors' data"
     trained = replace(read, rows={"train": "0" * 64})
     for other in (drawn.runs[0], trained):
@@ -494,15 +493,15 @@ def test_the_ledger_reads_the_committed_and_the_live_runs_of_a_project(
     page = project / "book" / "notebooks" / "01_pesc.parquet"
     write_run(page, Run("pesc", "cpu", "cpu", 0, live, settings={"base": "nano"}))
     (verdict,) = main_claim(project).verdicts
-    assert verdict.label == "direction holds" and verdict.survives
+    assert verdict.label == "direction holds"
+    assert verdict.survives
     assert [one.seeds for one in (verdict.deciding, *verdict.exploratory)] == [5, 1]
     assert verdict.together is None  # a live run is no study
     assert not main_claim(project, live=False).verdicts[0].exploratory
     (project / "results" / "pesc" / "main" / "4.parquet").unlink()
     (verdict,) = main_claim(project).verdicts
-    assert (
-        verdict.label == "direction holds" and not verdict.survives
-    )  # too few for the mark
+    assert verdict.label == "direction holds"
+    assert not verdict.survives  # too few for the mark
     shutil.rmtree(project / "results")
     assert main_claim(project).labels == ("exploratory",)
     assert main_claim(project, live=False).labels == ("not run",)
@@ -563,7 +562,8 @@ def test_a_claim_that_was_changed_after_a_run_that_decides_it_is_refused(
 
 def test_a_verdict_says_when_its_claim_was_written_after_the_first_of_its_runs(project):
     claim = papers.claim(MAIN)
-    assert claim.since is not None and replace(claim, claimed=0.5).since is None
+    assert claim.since is not None
+    assert replace(claim, claimed=0.5).since is None
     for date, late in (
         ("2026-01-01T00:00:00+00:00", True),
         ("2027-01-01T00:00:00+00:00", False),

@@ -253,7 +253,8 @@ def test_what_ran_again_after_papermill_has_neither_its_day_nor_its_time(
     assert "begun" in json.dumps(notebook)
     begun(notebook, begun="2999-01-01T00:00:00+00:00")
     manifest = taken_in(notebook, added=False).manifest
-    assert manifest["seconds"] is None and "date" not in manifest
+    assert manifest["seconds"] is None
+    assert "date" not in manifest
     path = fresh / "mine.ipynb"
     refused(
         "E-RUN: mine.ipynb does not say when it was executed",
@@ -372,9 +373,8 @@ def test_what_the_list_reads_runs(fresh, light, monkeypatch, write):
     path = fresh / "notebooks" / "01_toy.ipynb"
     path.write_text(write(json.loads(path.read_text())), encoding="utf-8")
     outcome = run_notebook("toy", "smoke", folder=fresh)
-    assert (
-        len(outcome.run.values) == 4 and len(outcome.run.manifest["cell_seconds"]) == 7
-    )
+    assert len(outcome.run.values) == 4
+    assert len(outcome.run.manifest["cell_seconds"]) == 7
     copied = outcome.notebook.rename(fresh / "page.ipynb")  # away from its run
     run = read_notebook(copied, fresh)
     assert (run.values, run.code) == (outcome.run.values, outcome.run.code)

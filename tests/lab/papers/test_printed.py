@@ -58,7 +58,9 @@ def test_every_table_loads_with_typed_numbers_and_its_header(paper, name):
     assert set(NUMERIC[paper].split()) <= set(papers.tables(paper))
     assert (frame["value"].dtype, frame["decimals"].dtype) == (float, int)
     assert set(frame["mark"]) <= {"", "damaged", "restored"}
-    assert len(frame) and frame.attrs["caption"] and frame.attrs["source"]
+    assert len(frame)
+    assert frame.attrs["caption"]
+    assert frame.attrs["source"]
     assert frame.attrs["table"] == name
 
 
@@ -93,7 +95,8 @@ def test_the_wide_form_has_the_papers_rows_and_columns_in_order_without_damaged_
     frame = papers.table("pesc", 8)
     restored = frame[(frame["row"] == "LLaMA2-7B-Chat") & (frame["column"] == "GSM8K")]
     assert set(frame[frame["row"] == "Vicuna-7B"]["mark"]) == {"damaged"}
-    assert list(restored["mark"]) == ["restored"] and list(restored["value"]) == [26.3]
+    assert list(restored["mark"]) == ["restored"]
+    assert list(restored["value"]) == [26.3]
     assert pd.isna(papers.wide("pesc", 8).loc["LLaMA2-7B-Chat", "Average"])
     assert "Vicuna-7B" not in papers.wide("pesc", 8).dropna(how="all").index
 
@@ -207,7 +210,8 @@ def test_the_authors_slides_print_the_same_tables_of_pesc(name, shared):
         frame = frame.loc[places.sort_values(kind="stable").index]
     wanted = list(chain.from_iterable(map(tokens, frame["printed"])))
     gap = widest(wanted, text_of(shared, "pesc_slides"))
-    assert gap is not None and gap <= 10
+    assert gap is not None
+    assert gap <= 10
 
 
 @pytest.mark.parametrize("paper", papers.PAPERS)

@@ -194,7 +194,8 @@ def test_a_roofline_takes_the_longer_of_products_and_bytes_by_type():
     found = planning.size(training(), 1, False)
     found = dataclasses.replace(found, ops=ops)
     rates = {torch.float32: 10.0, torch.bfloat16: 20.0}
-    assert found.seconds(rates, 10.0) == 4 + 2 * 2 + 3 and found.flops == 120
+    assert found.seconds(rates, 10.0) == 4 + 2 * 2 + 3
+    assert found.flops == 120
 
 
 def test_checkpointing_holds_less_and_computes_more():
@@ -214,12 +215,11 @@ def test_bytes_by_layout():
     parts = (plain.weights, plain.gradients, plain.moments, plain.engine)
     assert parts == (4 * P, 4 * P, 8 * P, 4 * P)
     assert (sharded.weights, sharded.moments, sharded.engine) == (P, 2 * P, 2 * block)
-    assert plain.total == 20 * P + plain.activations and found.need == plain
+    assert plain.total == 20 * P + plain.activations
+    assert found.need == plain
     paged = plan(training(optimizer="paged_32bit"), machine("a100")).need
-    assert (
-        paged.total == 8 * P + paged.activations
-        and paged.moments == paged.paged == 8 * P
-    )
+    assert paged.total == 8 * P + paged.activations
+    assert paged.moments == paged.paged == 8 * P
     packed = plan(training(method=methods.pesc(LORA())), machine("a100")).layouts
     linears = L * (4 * D * D + 3 * D * F)
     saved = packed["DDP"].weights - packed["QLoRA"].weights
@@ -262,7 +262,8 @@ def test_hours_and_dollars_follow_from_what_is_assumed():
     one = training(turns=5)
     usual = plan(one, on)
     fast = plan(one, on, efficiency=1.0, price=7.0, tokens=8)
-    assert usual.tokens == 5 * 3 * 8 * 32 and fast.tokens == usual.tokens / 4
+    assert usual.tokens == 5 * 3 * 8 * 32
+    assert fast.tokens == usual.tokens / 4
     assert fast.flops == usual.flops / 4
     assert (
         usual.seconds / 8 < fast.seconds < usual.seconds / 2
@@ -278,9 +279,8 @@ def test_gpus_are_read_with_their_number():
         machine("h200").count,
         machine("rtx4090").count,
     ) == (8, 1, 1)
-    assert (
-        machine("rtx4090x2").name == "rtx4090" and str(machine("a100x16")) == "a100x16"
-    )
+    assert machine("rtx4090x2").name == "rtx4090"
+    assert str(machine("a100x16")) == "a100x16"
 
 
 @pytest.mark.parametrize(
@@ -359,9 +359,8 @@ def test_a_host_in_16_bits_is_planned_in_the_dtypes_that_training_makes(host, me
     low = planning.size(training(host, method, dtype=torch.bfloat16), 1, False)
     frozen = plain.parameters - plain.trained
     assert (low.parameters, low.trained) == (plain.parameters, plain.trained)
-    assert (
-        low.weights == 2 * frozen + 4 * low.trained and low.gradients == 4 * low.trained
-    )
+    assert low.weights == 2 * frozen + 4 * low.trained
+    assert low.gradients == 4 * low.trained
     need = plan(training(host, method, dtype=torch.bfloat16), machine("a100")).need
     assert need.moments == 8 * low.trained
     model = method.make(models.load(host, dtype=torch.bfloat16)[0])
@@ -373,4 +372,5 @@ def test_a_host_in_16_bits_is_planned_in_the_dtypes_that_training_makes(host, me
 def test_a_host_under_autocast_computes_linear_layers_in_half_precision():
     one = planning.dry_run(training(autocast=True), layers=1)
     kinds = {dtype for (dtype, flops, _), _ in one.ops.items() if flops}
-    assert torch.bfloat16 in kinds and one.weights == 4 * one.parameters
+    assert torch.bfloat16 in kinds
+    assert one.weights == 4 * one.parameters

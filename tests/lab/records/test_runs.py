@@ -203,7 +203,8 @@ ONE, LEFT, RIGHT = (
 
 def test_arms_of_a_seed_join_and_other_seeds_may_train_on_other_rows_and_say_more():
     for pool in (pooled(LEFT, RIGHT, made(1)), pooled(ONE, made(1))):
-        assert list(pool.seeds) == [0, 1] and pool.arms == {
+        assert list(pool.seeds) == [0, 1]
+        assert pool.arms == {
             "left": (0, 1),
             "right": (0, 1),
         }
@@ -301,11 +302,13 @@ def test_pools_are_read_smallest_scale_first_and_a_run_must_lie_in_its_folder(tm
         )
     (tmp_path / "results" / "toy" / "empty").mkdir()
     assert list(store.pools("toy", tmp_path)) == ["nano", "big", "a100"]
-    assert store.pools("other", tmp_path) == {} and store.live("toy", tmp_path) is None
+    assert store.pools("other", tmp_path) == {}
+    assert store.live("toy", tmp_path) is None
     page = tmp_path / "book" / "notebooks" / "01_toy.parquet"
     records.write_run(page, replace(ONE, protocol="cpu", tier="cpu"))
     shown = store.live("toy", tmp_path)
-    assert shown is not None and (shown.tier, list(shown.seeds)) == ("cpu", [0])
+    assert shown is not None
+    assert (shown.tier, list(shown.seeds)) == ("cpu", [0])
     records.write_run(tmp_path / "results" / "toy" / "nano" / "1.parquet", large)
     refused(
         r"E-POOL: .*1\.parquet is a run of toy at big; move it",

@@ -61,9 +61,9 @@ def test_the_operating_system_is_named_with_what_is_tested_on_it(monkeypatch):
     ):
         monkeypatch.setattr(platform, "system", lambda system=system: system)
         finding = doctor._system()
-        assert (
-            not finding.failures and system in finding.right and told in finding.right
-        )
+        assert not finding.failures
+        assert system in finding.right
+        assert told in finding.right
 
 
 def test_a_sandbox_that_is_lacking_is_named_with_what_it_is_for_and_its_remedy(
@@ -75,7 +75,9 @@ def test_a_sandbox_that_is_lacking_is_named_with_what_it_is_for_and_its_remedy(
     healthy.setattr(doctor, "_smoke", lambda folder: doctor.Finding("smoke cell", ()))
     healthy.setattr(sandbox, "ready", lacking)
     line = _line(doctor.examine(tmp_path), "sandbox (optional)")
-    assert line.startswith("ok") and "no bwrap" in line and "install bubblewrap" in line
+    assert line.startswith("ok")
+    assert "no bwrap" in line
+    assert "install bubblewrap" in line
     assert "HumanEval and MBPP are refused here" in line
     healthy.setattr(sandbox, "ready", lambda: None)
     assert "can be judged" in _line(doctor.examine(tmp_path), "sandbox (optional)")
@@ -122,7 +124,9 @@ def test_what_is_missing_is_named_with_its_remedy(healthy, tmp_path, take, told)
         )
     healthy.setattr(*take)
     failures = _told(doctor.examine(tmp_path))
-    assert len(failures) == 1 and told in failures[0] and "\n" not in failures[0]
+    assert len(failures) == 1
+    assert told in failures[0]
+    assert "\n" not in failures[0]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,8 @@ def test_windows_line_ends_are_named_where_bytes_are_hashed(
     assert not _told(doctor.examine(tmp_path))
     storage.write(tmp_path / name, f"{kind}\r\n")
     (told,) = _told(doctor.examine(tmp_path))
-    assert f"{name} have Windows' (CRLF)" in told and "git restore ." in told
+    assert f"{name} have Windows' (CRLF)" in told
+    assert "git restore ." in told
 
 
 def test_windows_line_ends_in_the_package_are_counted(healthy, tmp_path):

@@ -50,7 +50,8 @@ def test_a_notebook_runs_at_smoke_and_its_values_are_in_the_page(name, run):
     notebook = NOTEBOOKS[name]
     arms = str(notebook.defaults.get("arms", ""))
     found = run(name, "smoke", *(["-p", f"arms={arms}"] if arms else []))
-    assert found.values and found.tier == "smoke"
+    assert found.values
+    assert found.tier == "smoke"
     assert sorted(found.arms) == sorted(filter(None, arms.split(",")))
     if arms:
         assert notebook.settings("smoke")["arms"] == "all", (

@@ -91,7 +91,8 @@ def test_the_cell_is_read_and_values_at_the_ends_of_their_range_are_taken():
 )
 def test_a_wrong_parameter_is_refused(name, value, message):
     refusal = refused(message, parameters.check, DECLARED, {name: value}, "here")
-    assert name in refusal.message and "here" in refusal.message
+    assert name in refusal.message
+    assert "here" in refusal.message
 
 
 def test_texts_of_the_command_line_become_typed_values_or_are_refused():
@@ -104,7 +105,8 @@ def test_texts_of_the_command_line_become_typed_values_or_are_refused():
         "note": "a=b;c",
         "width": 8,
     }
-    assert type(found["share"]) is float and type(found["quantise"]) is bool
+    assert type(found["share"]) is float
+    assert type(found["quantise"]) is bool
     for text in (
         "top_k",
         "top_k=1 top_k=2",
@@ -122,7 +124,8 @@ def test_texts_of_the_command_line_become_typed_values_or_are_refused():
 )
 def test_a_list_of_numbers_may_be_given_as_its_only_number(given, taken):
     found = parameters.check(DECLARED, {"rates": given}, "here")
-    assert found == {"rates": taken} and type(found["rates"]) is str
+    assert found == {"rates": taken}
+    assert type(found["rates"]) is str
     values = {one.name: one.default for one in DECLARED.values()} | {"rates": given}
     injected = f"# Parameters\nrates = {given!r}\n"
     run = begin(["", CELL, injected, "begin(In, globals())"], values)
@@ -322,7 +325,8 @@ def test_a_copy_of_a_protocol_is_no_protocol(fresh):
     shutil.copy(place / "01_toy.smoke.yaml", place / ".01_toy.smoke.yaml.swp")
     shutil.copy(place / "01_toy.ipynb", place / "01_toy-Copy1.ipynb")
     toy = sources.find(fresh, "toy")
-    assert toy.protocols == before and list(sources.notebooks(fresh)) == ["toy"]
+    assert toy.protocols == before
+    assert list(sources.notebooks(fresh)) == ["toy"]
     refused(
         "E-PROTOCOL: 01_toy.smoke-Copy1.yaml looks like a copy",
         toy.settings,

@@ -124,7 +124,8 @@ def rerun(here, monkeypatch):
             assert spent < LATE, f"refused after {spent:.0f} s: {refusal}"
             return refusal
         values = [bundle[VALUE]["value"] for bundle in left if VALUE in bundle]
-        assert values and all(map(math.isfinite, values))
+        assert values
+        assert all(map(math.isfinite, values))
         (arms,) = [
             bundle[NOTE]["arms"] for bundle in left if "arms" in bundle.get(NOTE, {})
         ]
@@ -217,4 +218,5 @@ def test_what_is_said_to_do_nothing_changes_no_value(idle, here):
         }
 
     usual = values(settings)
-    assert usual and values(settings | changed) == usual
+    assert usual
+    assert values(settings | changed) == usual

@@ -57,11 +57,13 @@ def test_a_run_leaves_its_page_and_what_the_notebook_recorded_and_nothing_else(
 ):
     assert ran.fresh
     assert ran.notebook.parent == project / "runs" / "mine" / "toy"
-    assert ran.path.stem == ran.notebook.stem and ran.path.stem.startswith("smoke-")
+    assert ran.path.stem == ran.notebook.stem
+    assert ran.path.stem.startswith("smoke-")
     assert set(_files(project / "runs")) == {
         f"mine/toy/{p.name}" for p in (ran.notebook, ran.path)
     }
-    assert not (project / "book").exists() and not (project / "results").exists()
+    assert not (project / "book").exists()
+    assert not (project / "results").exists()
     told = f"executed in {ran.run.manifest['seconds']:.1f} s; runs/mine/toy/{ran.notebook.name}"
     assert (
         ran.describe(project)
@@ -78,7 +80,8 @@ def test_a_run_leaves_its_page_and_what_the_notebook_recorded_and_nothing_else(
     mean = Value("toy/mean", 0.5, "share", items=(0.0, 1.0))
     here = Value("toy/here", 1.0, "count")
     assert run.values[:2] == (mean, here)
-    assert run.arms == ("left",) and run.manifest["known_arms"] == ["left", "right"]
+    assert run.arms == ("left",)
+    assert run.manifest["known_arms"] == ["left", "right"]
     assert run.curves[0].y == run.values[2].items
     assert run.settings == {"tier": "smoke", "top_k": 4, "fate": "well"}
     assert set(run.rows) == {"train", "test"}
@@ -181,7 +184,8 @@ def test_other_words_remarks_and_captions_are_put_into_the_copy_and_nothing_runs
     written.cells[-1].metadata["mystnb"] = {"figure": {"caption": "A figure."}}
     nbformat.write(written, path)
     again = run_notebook("toy", "smoke", OURS, folder=book)
-    assert not again.fresh and _told(again.notebook) == _told(path)
+    assert not again.fresh
+    assert _told(again.notebook) == _told(path)
     assert again.run == records.read_run(again.path)
     assert again.run.manifest["executed"] == storage.digest(again.notebook)
     manifest = again.run.manifest | {"executed": ran.run.manifest["executed"]}
@@ -190,7 +194,8 @@ def test_other_words_remarks_and_captions_are_put_into_the_copy_and_nothing_runs
         [cell["outputs"] for _, cell in code_cells(json.loads(page.read_text()))]
         for page in (again.notebook, ran.notebook)
     ]
-    assert left[0] == left[1] and any(left[0])
+    assert left[0] == left[1]
+    assert any(left[0])
     before = again.notebook.stat().st_mtime_ns
     assert run_notebook("toy", "smoke", OURS, folder=book).run == again.run
     assert again.notebook.stat().st_mtime_ns == before
@@ -236,7 +241,8 @@ def test_a_failed_run_leaves_a_copy_aside(
     assert json.loads((project / copy).read_text())["cells"]
     assert _files(project / "runs" / "mine") == before
     assert not [name for name in _files(project) if "/." in name]
-    assert capfd.readouterr() == ("", "") and "IPython" not in str(refusal)
+    assert capfd.readouterr() == ("", "")
+    assert "IPython" not in str(refusal)
 
 
 def test_a_kernel_that_cannot_start_says_why(fresh, light, monkeypatch, capfd):
@@ -435,7 +441,8 @@ def test_verify_agrees_with_what_was_just_run(book):
     assert page == f"ok    book/notebooks/01_toy.parquet: values and page agree; {day}"
     (book / "requirements.lock").write_text("torch==2.14.0\n")
     for finding in verify("toy", book):
-        assert not finding.failures and "changed since: lock" in str(finding)
+        assert not finding.failures
+        assert "changed since: lock" in str(finding)
     refused("E-NOTEBOOK: 'tyo' has no runs; did you mean 'toy'", verify, "tyo", book)
 
 

@@ -96,7 +96,8 @@ def stored(folder):
 
 
 def same_bits(one, other):
-    assert one.values and one.curves
+    assert one.values
+    assert one.curves
     for part in ("seed", "values", "curves", "arms", "settings", "rows", "code"):
         assert getattr(one, part) == getattr(other, part), part
 
@@ -201,7 +202,8 @@ def test_of_each_seed_what_is_missing_runs(
 def test_what_ended_a_run_is_told_in_one_line(tmp_path, monkeypatch, code, told):
     monkeypatch.setattr(study, "CHILD", code)
     ((_, outcome),) = side_by_side([Job("toy", "nano")], tmp_path, 1)
-    assert isinstance(outcome, Refusal) and "\n" not in str(outcome)
+    assert isinstance(outcome, Refusal)
+    assert "\n" not in str(outcome)
     assert re.match(told, str(outcome)), outcome
 
 
@@ -277,7 +279,8 @@ def test_a_study_runs_the_commit_without_edits_and_goes_on_after_a_seed_that_fai
     assert re.search(r"\(3 of 3\)$", lines[-1])
     bad = r"seed 13: failed: E-CELL: cell In \[7\] .*ZeroDivisionError.*; the failed copy is (\S+)"
     match = re.match(bad, by_seed["seed 13"])
-    assert match and (folder / match[1]).is_file()
+    assert match
+    assert (folder / match[1]).is_file()
     head = subprocess.check_output(
         ["git", "rev-parse", "HEAD"], cwd=folder, text=True
     ).strip()
@@ -303,8 +306,10 @@ def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(
         130,
         "interrupted; nothing half-written was left\n",
     )
-    assert out.count("seed 0: ") == 1 and "seed 60" not in out
-    assert ended(cloned, 1.0) and os.listdir(staging) == []
+    assert out.count("seed 0: ") == 1
+    assert "seed 60" not in out
+    assert ended(cloned, 1.0)
+    assert os.listdir(staging) == []
     (alone,) = stored(cloned)
     same_bits(alone, stored(studied[0])[0])
 
@@ -439,9 +444,8 @@ def test_tasks_of_a_slurm_array_fill_one_pool_at_once(cloned, staging, tmp_path)
 
     for seed, words in (("", ("toy", "nano")), ("3", ("toy",))):
         _, errors = (wrong := task(seed, *words)).communicate()
-        assert wrong.returncode == 2 and errors.startswith(
-            "study.sbatch: expected sbatch"
-        )
+        assert wrong.returncode == 2
+        assert errors.startswith("study.sbatch: expected sbatch")
     tasks = [task(seed, "toy", "nano", "--arms", "left") for seed in ("3", "4", "13")]
     ends = [each.communicate(timeout=200) for each in tasks]
     assert [each.returncode for each in tasks] == [0, 0, 1], ends
@@ -486,7 +490,8 @@ def test_what_plain_papermill_left_is_taken_in_once(
     (run,) = stored(fresh)
     assert (run.seed, run.arms, run.settings) == (5, ("left", "right"), SETTINGS)
     assert run.code["notebook"] == storage.files.source(source)
-    assert 0 < run.manifest["seconds"] < 60 and records.runs.day(run)
+    assert 0 < run.manifest["seconds"] < 60
+    assert records.runs.day(run)
     for command, words in (("list", "--on nano     "), ("verify", "seeds 5 agree")):
         assert cli.main([command]) == 0
         assert words in capsys.readouterr().out

@@ -110,10 +110,8 @@ def test_a_fork_runs_a_command_as_a_new_python_does(both, tmp_path, way):
 )
 def test_a_fork_ends_as_a_new_python_does(both, code):
     forked, new = both("-c", code)
-    assert (
-        forked[:2] == new[:2]
-        and forked[2].splitlines()[-1:] == new[2].splitlines()[-1:]
-    )
+    assert forked[:2] == new[:2]
+    assert forked[2].splitlines()[-1:] == new[2].splitlines()[-1:]
 
 
 def test_no_secret_reaches_a_fork_that_was_not_given_it(both):
@@ -178,7 +176,8 @@ def test_a_notebook_leaves_in_a_fork_what_it_leaves_in_a_new_kernel(fresh, place
         for name in ("environment", "stripped")
     }
     assert all(one == other for one, other in same.values())
-    assert forked.manifest["cpu_seconds"] > 0 and new.manifest["cpu_seconds"] > 0
+    assert forked.manifest["cpu_seconds"] > 0
+    assert new.manifest["cpu_seconds"] > 0
     assert forked.manifest["peak_memory"] > 10e6
 
 

@@ -43,14 +43,15 @@ def test_the_search_goes_through_the_points_of_nevergrads_ngopt(size):
 
 def test_the_first_probes_are_the_base_and_one_coordinate_after_another():
     ours, best = points(8)
-    assert len(ours) == 40 and not ours[0].any() and np.abs(ours).max() <= 1.5
+    assert len(ours) == 40
+    assert not ours[0].any()
+    assert np.abs(ours).max() <= 1.5
     moved = np.diff(ours[:9], axis=0)
-    assert (
-        np.abs(ours[1:9]).max() == 0.5
-        and (np.count_nonzero(ours[1:9], axis=1) <= 8).all()
-    )
+    assert np.abs(ours[1:9]).max() == 0.5
+    assert (np.count_nonzero(ours[1:9], axis=1) <= 8).all()
     assert set(np.abs(moved[moved != 0])) == {0.5}
-    assert bowl(best) == min(map(bowl, ours)) and (points(8)[0] == ours).all()
+    assert bowl(best) == min(map(bowl, ours))
+    assert (points(8)[0] == ours).all()
     assert lorahub.folded(np.array([1.6, -1.7, 5.0, 0.3])).tolist() == pytest.approx(
         [1.4, -1.3, -1.5, 0.3]
     )
@@ -61,11 +62,9 @@ def test_cma_is_nevergrads_where_installed():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ours, best = points(4, optimiser="cma", budget=200)
-    assert (
-        len(ours) == 200
-        and bowl(best) < bowl(np.zeros(4))
-        and np.abs(ours).max() <= 1.5
-    )
+    assert len(ours) == 200
+    assert bowl(best) < bowl(np.zeros(4))
+    assert np.abs(ours).max() <= 1.5
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Gemma2"])

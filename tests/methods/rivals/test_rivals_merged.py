@@ -26,7 +26,8 @@ def test_the_sum_is_pefts_linear_by_squares_and_a_lone_kind_is_itself(
     torch.testing.assert_close(
         model(**batch).logits, theirs(**batch).logits, rtol=1e-4, atol=1e-4
     )
-    assert tuned.cost == tuning.Cost() and tuned.detach()
+    assert tuned.cost == tuning.Cost()
+    assert tuned.detach()
     alike = {name: replace(bank["a"], name=name) for name in bank}
     merged = mixing.merged(alike, torch.ones(3) / 3, mix="factors")
     torch.testing.assert_close(merged.down[PATH], bank["a"].down[PATH])
@@ -40,9 +41,8 @@ def test_validation_takes_the_share_with_the_least_nats(model, rows, make_bank):
         config = pems.Config.preset("released", mix=mix, grid=0.25)
         tuned = pems.tuned(model, bank, tuning.Data(few), config)
         found = training.nats(model, few)
-        assert (
-            tuned.cost.forward == 5 * sum(map(len, few["input_ids"])) and tuned.detach()
-        )
+        assert tuned.cost.forward == 5 * sum(map(len, few["input_ids"]))
+        assert tuned.detach()
         tried = []
         for share in (0, 0.25, 0.5, 0.75, 1):
             one = mixing.merged(bank, torch.tensor([share, 1.0 - share]), mix=mix)
@@ -80,7 +80,8 @@ def test_tuning_one_lora_is_pefts_own_and_the_same_training(
         model(**batch).logits, theirs.eval()(**batch).logits, rtol=1e-3, atol=1e-3
     )
     trained = sum(p.numel() for p in theirs.parameters() if p.requires_grad)
-    assert tuned.cost.trained == trained and fingerprint(tuned.detach()) == before
+    assert tuned.cost.trained == trained
+    assert fingerprint(tuned.detach()) == before
 
 
 def test_the_chosen_lora_is_the_one_named_drawn_or_best_on_the_shots(

@@ -143,7 +143,8 @@ def test_a_tasks_mixture_is_one_peft_adapter_and_leaves_the_base(
         assert fingerprint(tuned.detach()) == before
         theirs = PeftModel.from_pretrained(copy.deepcopy(model), folder)(**batch).logits
         torch.testing.assert_close(theirs, logits, rtol=1e-4, atol=1e-4)
-        assert tuned.model is model and not hasattr(model, "rival")
+        assert tuned.model is model
+        assert not hasattr(model, "rival")
 
 
 def test_lower_ranks_and_missing_layers_are_exact_for_outputs_and_refused_for_factors(

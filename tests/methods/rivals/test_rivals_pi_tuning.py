@@ -104,7 +104,8 @@ def test_the_most_alike_neighbour_joins_and_switches_say_what_trains(
         each += 1.0  # of the others every share is 0
     done = pi_tuning.tuned(model, bank, Data(few), config, embeddings=known, **recipe)
     one = 4 * 2 * (64 + 48)  # numbers of a LoRA
-    assert done.origin.names == ("target", "c") and done.lora().rank == 8
+    assert done.origin.names == ("target", "c")
+    assert done.lora().rank == 8
     assert done.cost.trained == one + weights + loras * one
     kept = torch.equal(done.parts[PATH].down[1], bank["c"].down[PATH])
     assert kept is (loras == 0)

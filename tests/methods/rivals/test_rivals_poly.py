@@ -23,11 +23,11 @@ def test_evaluation_normalises_sigmoids_and_raw_takes_z_itself():
     weights = assignment([0.0, float(np.log(3))]).eval()(None)
     torch.testing.assert_close(weights, torch.tensor([0.4, 0.6]))
     raw = assignment([1e-3, -5e-4], normalise="raw", noise="none")
-    assert torch.equal(raw.train()(None), raw.z) and torch.equal(
-        raw.eval()(None), raw.z
-    )
+    assert torch.equal(raw.train()(None), raw.z)
+    assert torch.equal(raw.eval()(None), raw.z)
     start = poly.Assignment(5, poly.Config())
-    assert start.z.abs().max() <= 1e-3 and not start.z.eq(0).any()
+    assert start.z.abs().max() <= 1e-3
+    assert not start.z.eq(0).any()
     silent = assignment([0.5, -2.0], noise="none")
     assert torch.equal(silent.train()(None), silent.eval()(None))
 

@@ -181,7 +181,8 @@ def test_gradients_are_the_same_when_layers_run_once_more(batch, merged):
         result.model.zero_grad()
         result.model.train()(**batch, use_cache=False).loss.backward()
         gradients.append(result.parts[Q].weigh.vectors.grad)
-    assert torch.equal(*gradients) and gradients[0].any()
+    assert torch.equal(*gradients)
+    assert gradients[0].any()
 
 
 def test_dropped_experts_weigh_nothing_and_the_rest_sums_to_one(merged):
@@ -194,7 +195,8 @@ def test_dropped_experts_weigh_nothing_and_the_rest_sums_to_one(merged):
     kept = left > 0
     torch.testing.assert_close(left, (p * kept) / (p * kept).sum(-1, keepdim=True))
     # Half stay, and all three in the eighth of the rows where all would go.
-    assert kept.double().mean() == pytest.approx(5 / 8, abs=0.04) and kept.any(-1).all()
+    assert kept.double().mean() == pytest.approx(5 / 8, abs=0.04)
+    assert kept.any(-1).all()
 
 
 def test_bad_input_is_one_line_and_the_base_comes_back(model, batch, merged):
@@ -209,4 +211,5 @@ def test_bad_input_is_one_line_and_the_base_comes_back(model, batch, merged):
         Refusal, match="E-MODEL: the weights of smear depend on the input"
     ):
         result.lora()
-    assert fingerprint(result.detach()) == before and not model._forward_hooks
+    assert fingerprint(result.detach()) == before
+    assert not model._forward_hooks

@@ -16,10 +16,12 @@ def test_every_arm_has_settings_and_takes_the_rate_of_an_arm_with_its_own_settin
             arm.preset, **{**arm.changes, **named}
         )
         of = arms[arm.rated].rated if arm.rated else ""
-        assert of == arm.rated and name.startswith((arm.rated, arm.rival))
+        assert of == arm.rated
+        assert name.startswith((arm.rated, arm.rival))
         if arm.rival == "arrow":
             assert config.top_k <= (experts if arm.bank == "chosen" else size)
-    assert set(table.RIVALS) <= set(arms) and len(arms) == 29
+    assert set(table.RIVALS) <= set(arms)
+    assert len(arms) == 29
     assert [name for name, arm in arms.items() if arm.bank == "chosen"] == [
         "rocket",
         *(f"{name}_chosen" for name in table.RIVALS[1:]),

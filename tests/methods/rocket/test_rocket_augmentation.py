@@ -71,7 +71,8 @@ def test_of_two_equal_rows_one_stays_and_the_repr_filter_goes_on_until_the_budge
     one, two = (
         augment.deduplicate(rows, near, 0.7, rule=r) for r in ("repr", "standing")
     )
-    assert one.tolist() == two.tolist() and len(one) < 60
+    assert one.tolist() == two.tolist()
+    assert len(one) < 60
     pool = np.repeat(vectors(3, 30, 3), 3, axis=0)
     for rule, size in (("repr", 20), ("standing", 7)):
         config = Config(budget=20, threshold=0.999, duplicates=rule)
@@ -89,7 +90,8 @@ def test_samplers_repeat_and_do_not_depend_on_the_blocks(sampler):
         augment.choose(shots, stream, config, seed=seed).index.tolist()
         for stream, seed in ((parts, 1), ([pool], 1), (parts, 2))
     )
-    assert one == two and (other == one) is (sampler == "centroid")
+    assert one == two
+    assert (other == one) is (sampler == "centroid")
     if sampler == "centroid":
         assert set(one) == set(
             np.argsort(np.linalg.norm(pool - shots.mean(0), axis=1))[:10]

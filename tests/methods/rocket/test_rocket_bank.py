@@ -166,9 +166,8 @@ def test_the_shipped_bank_is_whole_and_trained_on_what_the_recipe_says(
     nano, tmp_path, monkeypatch
 ):
     def make(model, tokenizer, names, folder, **_):
-        assert names == bank.EMBEDDED and not list(
-            target.iterdir()
-        )  # nobody sees a part of a bank
+        assert names == bank.EMBEDDED
+        assert not list(target.iterdir())  # nobody sees a part of a bank
         shutil.copytree(bank.FOLDER, folder)
 
     (target := tmp_path / "bank").mkdir()
@@ -313,9 +312,8 @@ def test_embedded_targets_and_open_data_are_rows_of_the_tasks():
         assert len(rows) == tasks.find(name).available("train")
         assert held_out[name] == tasks.rows(name, "test", tasks.TEST)
     drawn = bank.embedded(3)
-    assert list(drawn) == bank.EMBEDDED and all(
-        len(rows) == 3 for rows in drawn.values()
-    )
+    assert list(drawn) == bank.EMBEDDED
+    assert all(len(rows) == 3 for rows in drawn.values())
     assert bank.open_data("", 3, "embedded", {}) == [
         row for rows in drawn.values() for row in rows
     ]

@@ -324,7 +324,8 @@ def test_layers_of_several_ranks_and_scales_are_filled_up_to_one(saved, model):
         up = lora.up[path]
         own = stored[loras.KEY.format(path, "B")]
         assert torch.equal(down[:rank], stored[loras.KEY.format(path, "A")])
-        assert not down[rank:].any() and not up[:, rank:].any()
+        assert not down[rank:].any()
+        assert not up[:, rank:].any()
         torch.testing.assert_close(up[:, :rank] * lora.scale, own * scale)
 
 

@@ -161,7 +161,8 @@ def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_s
     refused(r"E-CHOICE: by\.0 is 'luck'", experts, ("luck",))
     draws = drawn()
     assert draws == drawn("dcba") != drawn(task="b")
-    assert len(set(draws)) > 1 and all(len(set(names)) == 2 for names in draws)
+    assert len(set(draws)) > 1
+    assert all(len(set(names)) == 2 for names in draws)
     refused(r"E-RANGE: experts \(N\) is 2, expected 1 to 1", drawn, "a")
 
 
@@ -230,7 +231,9 @@ def test_perplexities_stand_beside_what_tuning_came_to_and_correlate_within_a_ta
     assert table.columns.tolist() == [*measure.KINDS, "before", "after", "gain"]
     table = measure.foretold({"a": case}, {})
     ranks = measure.correlations(table, list(measure.KINDS), ["after", "gain"])
-    assert table.empty and ranks.empty and measure.averaged(ranks).empty
+    assert table.empty
+    assert ranks.empty
+    assert measure.averaged(ranks).empty
     pairs = [(task, name) for task in ("a", "b", "c") for name in "xyz"]
     index = pd.MultiIndex.from_tuples(pairs, names=["task", "lora"])
     after = [3.0, 2, 1, 0.5, 0.5, 0.5, 1, 3, 2]
@@ -238,7 +241,8 @@ def test_perplexities_stand_beside_what_tuning_came_to_and_correlate_within_a_ta
     ranks = measure.correlations(pd.DataFrame(columns, index), ["nats"], ["after"])
     assert ranks["nats", "after"].to_dict() == pytest.approx({"a": -1, "c": 0.5})
     line = measure.averaged(ranks).loc[("nats", "after")]
-    assert line["correlation"] == pytest.approx(-0.25) and line["targets"] == 2
+    assert line["correlation"] == pytest.approx(-0.25)
+    assert line["targets"] == 2
     assert line["95 % from"] < -0.25 < line["to"]
     assert math.isnan(measure.averaged(ranks[:1])["to"].item())
 
@@ -261,7 +265,8 @@ def test_an_average_is_over_targets_and_mixed_cases_are_those_that_divide_the_ex
     mean = measure.repeated(
         {"b": [again, again.assign(correct=False, nll=[8.0, 2.0])]}
     )["b"]
-    assert mean.nll.tolist() == [7, 5] and mean.correct.tolist() == [0.5, 0.5]
+    assert mean.nll.tolist() == [7, 5]
+    assert mean.correct.tolist() == [0.5, 0.5]
     tables["a"]["nll"] = np.nan
     assert measure.over_targets(tables, tested).nll.mean() == pytest.approx(7)
     shares = measure.split_cases([[1, 1, 0, 0, 1], [1, 0, 1, 0, 0]], [1, 1, 1, 0, 0])
@@ -278,7 +283,8 @@ def test_an_average_is_over_targets_and_mixed_cases_are_those_that_divide_the_ex
     )
     agreed = measure.split_cases(np.ones((3, 4)), np.ones(4))
     assert agreed["all right"] == 1
-    assert math.isnan(agreed["mixture"]) and math.isnan(agreed["best expert"])
+    assert math.isnan(agreed["mixture"])
+    assert math.isnan(agreed["best expert"])
 
 
 BOOK = sources.find(Path(__file__).parents[3], "rocket")

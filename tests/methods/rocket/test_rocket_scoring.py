@@ -97,7 +97,8 @@ def test_a_right_number_is_right_in_other_words(model, bank, tokenizer, monkeypa
         scoring, "generate", lambda *_, limit: limits.add(limit) or texts
     )
     solved = scoring.accuracy(model, tokenizer, bank, rows)
-    assert solved.to_numpy().tolist() == [[True, True, False]] * 4 and limits == {256}
+    assert solved.to_numpy().tolist() == [[True, True, False]] * 4
+    assert limits == {256}
     for order in scoring.ORDERS:
         assert scoring.expand(rows, order=order)[0]["answer"].count("<<48/2=24>>") == 1
 
