@@ -227,8 +227,9 @@ def rankings(case: Case, bank: Bank, config: rocket.Config) -> pd.DataFrame:
     bare = pipeline.selected(case, replace(arm, rationales=False), bank)
     table = selection.candidates.copy()
     table["R_answers"] = bare.candidates["R_P"]
-    diversity = selection.groups.explode("members").groupby("members")["R_D"].min()
-    table["R_D"] = diversity.reindex(table.index)
+    # A line for each member of a group.
+    by_member = selection.groups.explode("members").groupby("members")
+    table["R_D"] = by_member["R_D"].min().reindex(table.index)
     columns = ["log_perplexity", "accuracy", "R_P", "R_A", "R_D", "R_answers"]
     return table.loc[list(bank), columns]
 
