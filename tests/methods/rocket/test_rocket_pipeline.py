@@ -336,10 +336,9 @@ def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split
     with pytest.raises(Refusal, match="E-PIN: allenai/ai2_arc: revision is None"):
         targets.rows(settings)
 
-    def source_rows(name, revision, split="train"):
-        return [
-            {"task": name, "prompt": f"{split} {n}", "answer": "a"} for n in range(3)
-        ]
+    def source_rows(name, revision, split=""):
+        prompts = [f"{split or 'train'} {number}" for number in range(3)]
+        return [{"task": name, "prompt": text, "answer": "a"} for text in prompts]
 
     monkeypatch.setattr(rocket.bank, "source_rows", source_rows)
     monkeypatch.setattr(evaluation, "load", lambda *_: None)
