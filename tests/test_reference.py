@@ -20,7 +20,7 @@ SHAPE = re.compile(
 )
 UNIT = re.compile(
     r"\b(nats?|bytes|seconds|shares?|points|tokens|numbers?|count|cosine|norm|loss|chance"
-    r"|rows?|line|column|length|weight|graph|table|dollars|gradient|product|probab\w+)\b"
+    r"|FLOPs|rows?|line|column|length|weight|graph|table|dollars|gradient|product|probab\w+)\b"
 )
 
 
@@ -50,15 +50,31 @@ def has_type(kinds, text):
     return any(re.search(rf"\b{kind}\b", text) for kind in kinds)
 
 
-def lacks(value):
-    """Say what the docstring of a public name does not tell; nothing where it is whole."""
+def members(value):
+    """Yield the public functions and properties of a class of ours, by name."""
+    for name, member in vars(value).items():
+        if isinstance(member, property):
+            member = member.fget
+        function = getattr(member, "__func__", getattr(member, "func", member))
+        ours = getattr(function, "__module__", "").startswith("moebook")
+        shown = not name.startswith("_") and not inspect.isclass(function)
+        if ours and shown and callable(function):
+            yield name, function
+
+
+def lacks(value, beside=""):
+    """Say what the docstring of a public name does not tell; nothing where it is whole.
+
+    Shapes may also stand ``beside`` it, in the text of its class.
+    """
     text = inspect.getdoc(value) or ""
     if not text:
         return "a docstring"
     if inspect.isclass(value):
         return ""
     given, gives = annotations(value)
-    if has_type(ARRAYS, " ".join([*given, gives])) and not SHAPE.search(text):
+    told = f"{beside}\n{text}"
+    if has_type(ARRAYS, " ".join([*given, gives])) and not SHAPE.search(told):
         return "the shape of a tensor"
     if has_type(NUMBERS, gives) and not UNIT.search(text):
         return "what its numbers count, or their unit"
@@ -83,6 +99,11 @@ def test_every_public_name_is_there_and_tells_its_shapes_and_units():
                 problems.append(f"{module}.{name} has no docstring behind it")
         elif problem := lacks(value):
             problems.append(f"{module}.{name} lacks {problem}")
+        elif inspect.isclass(value):
+            of_class = inspect.getdoc(value)
+            for member, function in members(value):
+                if problem := lacks(function, beside=of_class):
+                    problems.append(f"{module}.{name}.{member} lacks {problem}")
     assert problems == []
 
 

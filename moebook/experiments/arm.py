@@ -75,10 +75,15 @@ def check(arms: Mapping[str, Arm], settings: Settings, shared: Complaints = ()) 
     ``shared`` complaints come first; they are about what all arms have in common.
     """
     complaints = [*shared]
+    by_method: dict[str, list[str]] = {}  # arms by what their methods' settings say
     for arm in arms.values():
         of_arm = [*arm.needs(settings)]
-        # What an arm does not say itself, its method's settings may.
-        complaints += of_arm or [*complaint(f"arm {arm.name}", arm.configure, settings)]
+        complaints += of_arm
+        if not of_arm:
+            for text in complaint("", arm.configure, settings):
+                by_method.setdefault(text, []).append(arm.name)
+    for text, names in by_method.items():
+        complaints.append(f"arm {', '.join(names)}: {text}")
     refuse_complaints(complaints)
 
 

@@ -58,7 +58,7 @@ class Routing(_Slots):
     def of_ids(
         cls, ids: Tensor, weights: Tensor, order: Tensor, counts: Tensor
     ) -> Routing:
-        """Make a routing whose order and counts were just taken from its ids: not checked."""
+        """Make a routing of ``ids [T, K]`` whose order and counts were just taken: unchecked."""
         return tuple.__new__(cls, (ids, weights, order, counts))
 
     def _check(self) -> None:

@@ -46,7 +46,7 @@ class Dropout(nn.Dropout):
     """torch's module with `dropout` in training; for PEFT's layers, which hold one each."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input, in training with a share ``p`` of its elements dropped."""
+        """Return the input ``[...]``, in training with a share ``p`` of its elements dropped."""
         if not self.training or self.p in (0.0, 1.0) or self.inplace:
             return super().forward(input)
         return dropout(input, self.p)

@@ -83,7 +83,7 @@ class Encoder:
     def blocks(
         self, rows: Iterable[Mapping[str, str]], *, size: int = 4096
     ) -> Iterator[Array]:
-        """Encode rows (prompt and answer together), ``size`` at a time."""
+        """Encode rows (prompt and answer together), ``size`` at a time: vectors ``[rows, D]``."""
         stream = iter(rows)
         while block := list(islice(stream, size)):
             yield self.encode([f"{row['prompt']} {row['answer']}" for row in block])

@@ -153,7 +153,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Factor on B A: alpha / R, or alpha / sqrt R."""
+        """The number that B A is multiplied by: alpha / R, or alpha / sqrt R."""
         return _scale(self.alpha, self.rank, self.rank_stabilised)
 
     @property
