@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moebook import data, evaluation, lists, together, training
 from moebook.data.mixtures import Row
-from moebook.experiments import crafts, rates
+from moebook.experiments import crafts, needs, rates
 from moebook.experiments.arm import Settings
 from moebook.experiments.crafts import Bank
 from moebook.experiments.experiment import Recorder
@@ -90,11 +90,14 @@ def setup(
     sparse: bool,
     bf16: bool,
 ) -> Setup:
-    """Bring together what all arms share: the base, the rows, sizes, and the recipe."""
+    """Bring together what all arms share: the base, the rows, sizes, and the recipe.
+
+    Rows that are all longer than ``max_length``, of any task or of the new one, are refused.
+    """
     names = "parameters adapters copies experts top_k shots threshold".split()
     sizes = {name: settings[name] for name in names}
     recipe = {name: settings[name] for name in ("batch", "schedule", "warmup", "clip")}
-    return Setup(
+    made = Setup(
         model,
         tokenizer,
         pool.train,
@@ -104,6 +107,21 @@ def setup(
         format="deepseek" if sparse else "camel",
         max_length=settings["max_length"],
     )
+    few, asked = new_rows(settings)
+    sets = {f"training rows of {task}": part for task, part in pool.train.items()}
+    for task, part in data.grouped(pool.valid, "task").items():
+        sets[f"validation rows of {task}"] = part
+    sets["shots of the new task"] = few
+    sets["test rows of the new task"] = asked
+    needs.refuse_too_long(made.encode, sets)
+    return made
+
+
+def new_rows(settings: Settings) -> tuple[list[Row], list[Row]]:
+    """Draw the new task's shots and test rows."""
+    new = settings["new"]
+    few = data.tasks.rows(new, "train", settings["new_shots"], settings["seed"])
+    return few, data.draw([new], "test", settings["test_rows"])
 
 
 @dataclass(frozen=True)
@@ -322,11 +340,7 @@ def after(
         length=settings["max_length"],
         seed=settings["seed"],
     )
-    new = settings["new"]
-    few = setup.encode(
-        data.tasks.rows(new, "train", settings["new_shots"], settings["seed"])
-    )
-    ask = setup.encode(data.draw([new], "test", settings["test_rows"]))
+    few, ask = map(setup.encode, new_rows(settings))
     lines: dict[str, dict[str, float]] = {}
     for name, result in results.items():
         model = result.trained.model

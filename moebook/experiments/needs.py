@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
 from moebook.data import tasks
-from moebook.errors import Refusal, nearest
+from moebook.errors import Refusal, located, nearest
 from moebook.experiments.arm import Complaints, Settings
 from moebook.training.recipe import Recipe
 
@@ -106,3 +108,17 @@ def drawn(settings: Settings, names: Iterable[str]) -> dict[str, int]:
     """Return how many of these rows are drawn, by task."""
     most = settings["rows_per_task"]
     return {name: min(most, have) for name, have in available(settings, names).items()}
+
+
+def refuse_too_long(
+    encode: Callable[[Sequence[Any]], object], sets: Mapping[str, Sequence[Any]]
+) -> None:
+    """Refuse a set of rows of which ``encode`` leaves none, before anything trains (E-DATA).
+
+    Rows that are left out of a set are told where the set is used.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, rows in sets.items():
+            with located(name):
+                encode(rows)

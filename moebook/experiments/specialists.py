@@ -21,9 +21,10 @@ from moebook import data, evaluation, lists, runtime, training
 from moebook.data import tasks
 from moebook.data.mixtures import Row
 from moebook.data.tasks import Task
+from moebook.errors import refuse
 from moebook.experiments import esft as checks
-from moebook.experiments import rates
-from moebook.experiments.arm import Settings
+from moebook.experiments import needs, rates
+from moebook.experiments.arm import Settings, asked
 from moebook.experiments.esft import Arm
 from moebook.experiments.experiment import Recorder
 from moebook.experiments.rates import Rates
@@ -127,6 +128,14 @@ def rows(settings: Settings) -> Pool:
     )
 
 
+def validation(settings: Settings, pool: Pool, task: str) -> list[Row]:
+    """Return the rows by whose loss rates are chosen."""
+    found = pool.own.get(task) or tasks.find(task)
+    # An embedded task has as many as can be asked for; a user's may have fewer.
+    most = min(settings["watched_rows"], found.available("validation"))
+    return found.rows("validation", most)
+
+
 def recipe(settings: Settings, pad_id: int) -> dict[str, Any]:
     """Return how every arm is trained, but for its rate: keywords of `training.fit`."""
     names = "steps batch accumulate optimizer seed weight_decay schedule".split()
@@ -144,8 +153,19 @@ class Mixes:
 
 
 def encode(settings: Settings, tokenizer: Any, pool: Pool) -> Mixes:
-    """Encode and mix; no test prompt of an embedded task is among the rows (E-LEAK)."""
+    """Encode and mix; no test prompt of an embedded task is among the rows (E-LEAK).
+
+    Validation rows that are all longer than ``max_length`` are refused (E-DATA).
+    """
     shape = {"format": FORMAT, "max_length": settings["max_length"]}
+    if settings["rates"]:
+        unseen = {
+            f"validation rows of {task}": validation(settings, pool, task)
+            for task in pool.tested
+        }
+        needs.refuse_too_long(
+            partial(data.encode, tokenizer=tokenizer, **shape), unseen
+        )
     kept = pool.kept
     alignment = data.encode(kept, tokenizer, **shape)
     alone: dict[str, datasets.Dataset] = {}
@@ -162,13 +182,53 @@ def encode(settings: Settings, tokenizer: Any, pool: Pool) -> Mixes:
 def align(
     settings: Settings, model: nn.Module, mixes: Mixes, pad_id: int
 ) -> History | None:
-    """Train the base on alignment rows alone, as the paper does first; None without any steps."""
+    """Train the base on alignment rows alone, as the paper does first; None without any steps.
+
+    A threshold that the base's gates cannot reach is refused before (E-RANGE).
+    """
     if not settings["align_steps"]:
         return None
+    for task, rows in mixes.alone.items():
+        _refuse_out_of_reach(settings, model, task, rows, pad_id)
     short = recipe(settings, pad_id) | {"steps": settings["align_steps"]}
     return training.fit(
         model, mixes.alignment, lr=settings["align_lr"], label="alignment", **short
     )
+
+
+def _refuse_out_of_reach(
+    settings: Settings,
+    model: nn.Module,
+    task: str,
+    rows: datasets.Dataset,
+    pad_id: int,
+) -> None:
+    """Refuse a threshold above what the gates of a layer's experts sum to on a task.
+
+    A token's gates are the probabilities of its K chosen experts alone, which sum to less than 1
+    where the host does not renormalise them.
+    """
+    preset = esft.Config.preset(settings["preset"])
+    if preset.normalised:
+        return
+    arms = asked(settings, checks.known(settings)).values()
+    swept = [arm.size for arm in arms if arm.method == "gate"]
+    threshold = max([settings["p_gate"], *swept])
+    samples = esft.samples(
+        rows.shard(2, 0),
+        count=settings["samples"],
+        length=settings["sample_length"],
+        pad_id=pad_id,
+        seed=settings["seed"],
+    )
+    for layer, gates in esft.measure(model, samples, preset).gate.items():
+        total = float(gates.sum())
+        if total < threshold:
+            main = threshold == settings["p_gate"]
+            where = "p_gate =" if main else "thresholds_gate lists"
+            why = f"the gates of layer {layer} sum to {total:.3g} on {task}"
+            remedy = "take less, or preset=paper, which takes shares of that sum"
+            refuse("E-RANGE", f"{where} {threshold:g}: {why}; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -291,12 +351,8 @@ class Specialists:
         return rates.choose(self.arms, grid, loss)
 
     def _validate(self, model: nn.Module, task: str) -> float:
-        found = self.pool.own.get(task) or tasks.find(task)
-        # An embedded task has as many as can be asked for; a user's may have fewer.
-        most = min(self.settings["watched_rows"], found.available("validation"))
-        unseen = found.rows("validation", most)
         encoded = data.encode(
-            unseen,
+            validation(self.settings, self.pool, task),
             self.tokenizer,
             format=FORMAT,
             max_length=self.settings["max_length"],

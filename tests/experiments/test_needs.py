@@ -4,8 +4,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
-from moebook import experiments
+from moebook import experiments, models
 from moebook.lab.pages import plans
 from moebook.lab.planning.trainings import TRAINED
 from moebook.lab.run import parameters, sources
@@ -338,3 +339,54 @@ def test_a_filled_bank_folder_says_what_there_is_to_choose_from(tmp_path):
     few["bank_folder"] = str(tmp_path / "empty")
     words = "E-RANGE: bank_folder = .*: .* holds no LoRA"
     refused(words, experiments.check, "rivals", given("rivals", **few, arms="random"))
+
+
+def test_sets_of_which_no_row_is_short_enough_are_refused_where_rows_are_drawn():
+    model, tokenizer = models.load("nano")
+    settings = given("together", tasks="gcd,isa", new="kinship_told", rows_per_task=24)
+    pool = experiments.budgets.rows(settings)
+
+    def setup(length):
+        return experiments.budgets.setup(
+            settings | {"max_length": length},
+            model,
+            tokenizer,
+            pool,
+            sparse=False,
+            bf16=False,
+        )
+
+    longest = {}
+    for name, rows in {
+        **pool.train,
+        "new": experiments.budgets.new_rows(settings)[0],
+    }.items():
+        longest[name] = min(setup(160).encode(rows)["length"])
+    assert longest["gcd"] < longest["new"]
+    refused("E-DATA: training rows of gcd: all 24", setup, longest["gcd"] - 1)
+    refused("E-DATA: shots of the new task: all", setup, longest["new"] - 1)
+
+    settings = given("esft", tasks="isa", rates="0.001", max_length=16)
+    pool = experiments.specialists.rows(settings)
+    words = "E-DATA: validation rows of isa: all .* max_length 16"
+    refused(words, experiments.specialists.encode, settings, tokenizer, pool)
+
+
+def test_a_threshold_that_the_bases_gates_do_not_reach_is_refused_before_alignment():
+    model, tokenizer = models.load("nano-moe")
+    before = {name: part.clone() for name, part in model.state_dict().items()}
+
+    def align(**changes):
+        settings = given("esft", tasks="isa", align_steps=2, **changes)
+        pool = experiments.specialists.rows(settings)
+        mixes = experiments.specialists.encode(settings, tokenizer, pool)
+        pad = tokenizer.pad_token_id
+        return experiments.specialists.align(settings, model, mixes, pad)
+
+    words = r"E-RANGE: p_gate = 0.99: the gates of layer 1 sum to 0.\d+ on isa; take"
+    refused(words, align, p_gate=0.99)
+    swept = {"thresholds_gate": "0.1,0.98", "arms": "gate,gate-0.98"}
+    refused("E-RANGE: thresholds_gate lists 0.98: .* preset=paper", align, **swept)
+    for name, part in model.state_dict().items():
+        assert torch.equal(part, before[name])
+    assert len(align(p_gate=0.99, preset="paper").loss) == 2
