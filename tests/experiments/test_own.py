@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from moebook import data, experiments
+from moebook import data, experiments, models
 from moebook.data import tasks
 from moebook.experiments import needs
 from moebook.lab.run import parameters, sources
+from moebook.methods import rocket
+from tests.book import own
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,3 +161,29 @@ def test_a_choice_that_is_a_pattern_takes_a_files_name_and_nothing_else():
     for text in (".jsonl", "my.json", "idae"):
         refused("E-RANGE: .*one of: .*jsonl", mix.read, text, "-p")
     assert list(needs.files({"mix": "embedded", "tasks": "gcd"})) == []
+
+
+@pytest.mark.filterwarnings("ignore:W-BASE")
+def test_a_lora_of_a_targets_whole_set_is_of_the_kind_of_a_strangers_bank(tmp_path):
+    own.make(tmp_path)
+    model, tokenizer = models.load(tmp_path / "my-model")
+    settings = given(
+        "rocket",
+        bank_folder=str(tmp_path / "my-loras"),
+        members="",
+        targets=str(tmp_path / "train.jsonl"),
+        arms="expert_lora",
+        rates="0.01",
+    )
+    experiments.check("rocket", settings)
+    bank = experiments.targets.load_bank(settings, model, tokenizer)
+    assert {lora.rank for lora in bank.values()} == {4}
+    pool = experiments.targets.rows(settings)
+    arms = ["expert_lora"]
+    whole, _ = experiments.targets.whole(settings, model, tokenizer, pool, arms)
+    (lora,) = whole.values()
+    rocket.loras.check_alike([*bank.values(), lora])
+    assert (lora.name, lora.rank) == ("own_train", 4)
+    again = given("rivals", **{"bank_folder": settings["bank_folder"], "members": ""})
+    (lora,) = experiments.contest.whole(again, model, tokenizer, pool).values()
+    assert lora.rank == 4
