@@ -226,9 +226,9 @@ def test_claims_stand_in_the_ledger_and_among_findings_with_pictures_of_what_ran
     assert found.count("Holds, 61.0 %.") == 6
     front = _page(site, "intro")
     assert "Holds, 61.0 %." in front
-    assert "promises_dark.svg" in front
+    assert "promises.svg" in front
     drawn = {path.name for path in (project / "book" / "_generated").glob("*.svg")}
-    assert drawn == {"promises.svg", "promises_dark.svg"}
+    assert drawn == {"promises.svg"}
 
 
 def test_a_warning_and_a_copy_with_an_error_or_without_its_run_are_refused(

@@ -75,17 +75,13 @@ def generated(folder: Path) -> dict[str, str]:
 
 
 def _promises(rows: list[verdicts.Row], folder: Path) -> bool:
-    """Draw the papers' main gains beside ours, for light pages and dark; False if none ran."""
+    """Draw the papers' main gains beside ours; False if none ran."""
     plotting.style()
     figure = findings.promises(rows)
     if figure is None:
         return False
     plotting.check(figure, "the promises and what was measured")
-    for name in ("promises", "promises_dark"):
-        path = folder / "book" / "_generated" / f"{name}.svg"
-        with storage.replacing(path) as temporary:
-            figure.savefig(
-                temporary, format="svg", transparent=True, metadata={"Date": None}
-            )
-        plotting.darken(figure)
+    path = folder / "book" / "_generated" / "promises.svg"
+    with storage.replacing(path) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
     return True

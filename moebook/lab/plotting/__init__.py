@@ -11,7 +11,6 @@ with extra("notebook", "a figure"):
     from moebook.lab.plotting.charts import (
         check,
         curves,
-        darken,
         forest,
         heatmap,
         leads,

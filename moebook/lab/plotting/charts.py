@@ -1,14 +1,17 @@
 """Curves, heat maps, loads of experts, clouds of points and effects, in one look.
 
-Okabe-Ito colours, readable sizes, panels of the text's width, one legend right of them
-all.
+Okabe-Ito colours, one legend below all panels. A figure is as wide as a page of a small book, so
+that its text can still be read where it fills a phone. Dark pages turn its lightness around
+(`moebook.css`). What a reader could not read in a figure is a warning, W-FIGURE (`finished`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from moebook.errors import refuse
 from moebook.intervals import interval
@@ -41,17 +44,15 @@ COLOURS: tuple[str, ...] = (
 DARK_COLOURS = frozenset({"#0072B2", "#5F5F5F"})
 """Those of `COLOURS` on which white text reads better than dark."""
 MARKERS = "osD^vPX*"
-WIDTH = 7.2
-"""Width of a figure in inches: the book's text column."""
+WIDTH = 5.4
+"""Width of a figure in inches: at a phone's width a point is a pixel."""
 HEIGHT = 2.7
 """Height of a single panel in inches."""
-BESIDE = 12
-"""Entries of a legend that fit beside a figure."""
+ACROSS = 64
+"""Characters that fit into the width of a figure: of its legend, or of its title."""
+BESIDE = 30
+"""Characters that fit left of a panel."""
 INK = "#14171A"
-PALE = "#DDE3EA"  # what ink is on dark pages
-FAINT = "#4A5461"  # lines there
-ON_DARK = {INK: PALE, COLOURS[0]: COLOURS[5]}
-"""What is too dark on a dark page, and what takes its place there."""
 Series = Mapping[str, npt.ArrayLike]
 Cloud = npt.NDArray[np.float64]  # points, [n, 2]
 Look = dict[str, Any]
@@ -97,17 +98,18 @@ def curves(
         (line,) = axes.plot(positions, seeds.mean(0), **dress)
         entry = name
         if len(seeds) > 1:
-            entry += f"\n(mean and range\nof {len(seeds)} seeds)"
+            entry += f"\n(mean and range of {len(seeds)} seeds)"
             low = seeds.min(0)
             high = seeds.max(0)
             colour = line.get_color()
             axes.fill_between(positions, low, high, color=colour, alpha=0.18, lw=0)
         handles[entry] = line
-    axes.set(xlabel=xlabel, ylabel=ylabel, title=title, yscale=yscale)
+    axes.set(xlabel=xlabel, ylabel=ylabel, yscale=yscale)
+    entitle(figure, title)
     if yscale == "log":
         logarithmic(axes.yaxis)
     legend(figure, handles)
-    return figure
+    return finished(figure)
 
 
 def heatmap(
@@ -134,7 +136,7 @@ def heatmap(
             expected = f"is {table.shape}; expected {shape}"
             refuse("E-SHAPE", f"heatmap: panel '{name}' {expected}")
         tables[name] = table
-    across = min(len(tables), 4 if len(columns) <= 8 else 2)
+    across = min(len(tables), 3 if len(columns) <= 4 else 2)
     height = max(1.5, 0.22 * len(rows) + 0.7)
     figure, cells = grid(list(tables), across, height, xlabel, ylabel, title)
     every = np.stack(list(tables.values()))
@@ -156,7 +158,7 @@ def heatmap(
     figure.colorbar(
         image, ax=figure.axes, label=label, shrink=0.9, pad=0.015, aspect=30
     )
-    return figure
+    return finished(figure)
 
 
 def _number(axes: Axes, table: npt.NDArray[Any], dark: float, size: float) -> None:
@@ -215,10 +217,11 @@ def loads(shares: Series, *, title: str = "") -> Figure:
         axes.axvline(border, color=INK, ls=":", lw=0.9)
     axes.invert_yaxis()
     axes.grid(False)
-    axes.set(title=title, xlim=(0, 1))
+    axes.set(xlim=(0, 1))
+    entitle(figure, title)
     axes.set_xlabel("share of routed tokens (in the bars: expert)")
     axes.margins(y=0.02)
-    return figure
+    return finished(figure)
 
 
 def points(
@@ -242,8 +245,7 @@ def points(
     to their left. ``above`` names a series to draw on top.
     """
     clouds, looks = arrays("points", panels)
-    height = 2.0 if len(looks) <= BESIDE else 3.0
-    figure, cells = grid(list(panels), 3, height, xlabel, ylabel, title, shared=True)
+    figure, cells = grid(list(panels), 3, 2.0, xlabel, ylabel, title, shared=True)
     largest: dict[str, int] = {}
     for panel in clouds:
         for name, cloud in panel.items():
@@ -271,7 +273,7 @@ def points(
         for axes in cells:
             logarithmic(axes.xaxis)
     legend(figure, handles)
-    return figure
+    return finished(figure)
 
 
 def _front(axes: Axes, cloud: Cloud) -> None:
@@ -310,14 +312,14 @@ def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure | Non
     for axes, (unit, effects) in zip(cells.flat, panels, strict=True):
         _effects(axes, effects, names)
         axes.set_xlabel(f"{xlabel} ({unit})", fontsize=9)
-    figure.suptitle(title, x=0.01, ha="left")
+    entitle(figure, title)
     handles = {}
     for place, name in enumerate(names):
         handles[name] = Line2D([], [], ls="", **look(place))
     if "printed" in frame and frame.printed.notna().any():
         handles["the paper"] = Line2D([], [], **PRINTED)
     legend(figure, handles)
-    return figure
+    return finished(figure)
 
 
 def leads(
@@ -360,7 +362,7 @@ def leads(
     # A small difference should not look large because there is no larger one.
     low, high = cells[0].get_xlim()
     cells[0].set_xlim(min(low, -5), max(high, 5))
-    return figure
+    return finished(figure)
 
 
 def _effects(axes: Axes, effects: pd.DataFrame, names: list[str]) -> None:
@@ -379,7 +381,8 @@ def _effects(axes: Axes, effects: pd.DataFrame, names: list[str]) -> None:
         if "printed" in rows and rows.printed.notna().all():
             axes.plot(rows.printed.iloc[0], place, **PRINTED)
     axes.axvline(0, color=INK, lw=1)
-    axes.set_yticks(range(len(lines)), list(lines.groups), fontsize=8.5)
+    labels = [textwrap.fill(str(line), BESIDE) for line in lines.groups]
+    axes.set_yticks(range(len(lines)), labels, fontsize=8.5)
     axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.grid(axis="x")
     axes.grid(visible=False, axis="y")
@@ -432,8 +435,12 @@ def grid(
         # The lowest of each column; a label of the figure would lie under its legend.
         axes.set_xlabel(xlabel, fontsize=9)
         axes.tick_params(labelbottom=True)
+    if across > 1:
+        # Without the outermost numbers, which would meet those of the next panel.
+        for axes in panels:
+            axes.xaxis.set_major_locator(MaxNLocator(4, prune="both"))
     figure.supylabel(ylabel, fontsize=9)
-    figure.suptitle(title, x=0.01, ha="left")
+    entitle(figure, title)
     return figure, panels
 
 
@@ -470,46 +477,77 @@ def require(chart: str, frame: pd.DataFrame, columns: Sequence[str]) -> None:
         refuse("E-KEYS", f"{chart}: no column {missing}; the frame has {there}")
 
 
-def darken(figure: Figure) -> None:
-    """Turn a figure's ink and its dark blue pale, for dark pages."""
-    for text in figure.findobj(Text):
-        text.set_color(PALE)
-    for axes in figure.axes:
-        for spine in axes.spines.values():
-            spine.set_edgecolor(FAINT)
-        axes.tick_params(color=FAINT, grid_color=FAINT)
-    for line in figure.findobj(Line2D):
-        turned = ON_DARK.get(str(line.get_color()))
-        if turned:
-            line.set_color(turned)
-            line.set_markeredgecolor(turned)
-            if str(line.get_markerfacecolor()) in ON_DARK:
-                line.set_markerfacecolor(turned)
+def finished(figure: Figure) -> Figure:
+    """Return a figure; warn of what a reader could not read in it (W-FIGURE)."""
+    for fault in faults(figure):
+        warnings.warn(f"W-FIGURE: {fault}", stacklevel=3)
+    return figure
 
 
 def check(figure: Figure, name: str) -> None:
-    """Refuse a figure that a reader cannot read (E-BOOK): NaN in it, labels over one another."""
+    """Refuse a figure that a reader cannot read (E-BOOK); ``name`` says which."""
+    for fault in faults(figure):
+        refuse("E-BOOK", f"figure {name}: {fault}")
+
+
+def faults(figure: Figure) -> Iterator[str]:
+    """Say what cannot be read: NaN, text over text, a series without a point, a code's name."""
     figure.draw_without_rendering()
-    for axes in figure.axes:
-        for axis in (axes.xaxis, axes.yaxis):
-            labels = [label for label in axis.get_ticklabels() if label.get_text()]
-            boxes = [label.get_window_extent() for label in labels]
-            for label, box, other in zip(labels[1:], boxes[1:], boxes, strict=False):
-                if box.overlaps(other):
-                    fix = "give it fewer ticks or more room"
-                    told = f"the tick {label.get_text()} lies over its neighbour"
-                    refuse("E-BOOK", f"figure {name}: {told}; {fix}")
-    for text in figure.findobj(Text):
+    unseen = {id(label) for axes in figure.axes for label in _beyond(axes)}
+    texts = [
+        text
+        for text in figure.findobj(Text)
+        if _is_shown(text) and id(text) not in unseen
+    ]
+    for text in texts:
         if re.search(r"\bnan\b", text.get_text(), re.IGNORECASE):
-            refuse("E-BOOK", f"figure {name}: it says NaN; leave out what is missing")
+            yield f"'{text.get_text()}' says NaN; leave out what is missing"
+    boxes = [text.get_window_extent().padded(-1) for text in texts]
+    for place, box in enumerate(boxes):
+        for text, other in zip(texts[:place], boxes, strict=False):
+            if box.overlaps(other):
+                over = f"'{texts[place].get_text()}' lies over '{text.get_text()}'"
+                yield f"{over}; give it fewer ticks or more room"
+    for axes in figure.axes:
+        drawn = [line.get_xydata() for line in axes.lines]
+        drawn += [np.asarray(cloud.get_offsets()) for cloud in axes.collections]
+        if any(
+            not np.isfinite(np.asarray(points, float)).all(1).any() for points in drawn
+        ):
+            yield "a series has no point; leave it out, and out of the caption"
+    for key in figure.legends:
+        for text in key.get_texts():
+            if re.search(r"\w[_/]\w", text.get_text()):
+                yield f"the legend says '{text.get_text()}'; give it a reader's name"
+
+
+def _beyond(axes: Axes) -> Iterator[Text]:
+    """Yield the labels of ticks that lie beyond the ends of their axis: nothing draws them."""
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+            if not low <= tick.get_loc() <= high:
+                yield from (tick.label1, tick.label2)
+
+
+def _is_shown(text: Text) -> bool:
+    """Whether a text is seen, and level or upright: what is tilted has a box that is too large."""
+    level = text.get_rotation() % 90 == 0
+    return level and text.get_visible() and bool(text.get_text().strip())
+
+
+def entitle(figure: Figure, title: str) -> None:
+    """Put a title at the left above all panels, on as many lines as it takes."""
+    figure.suptitle(textwrap.fill(title, ACROSS - 8), x=0.01, ha="left")
 
 
 def legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
-    """Put the legend right of the axes, a long one below; a short entry needs none."""
-    if len(handles) > BESIDE:
-        figure.legend(handles.values(), handles, loc="outside lower center", ncols=5)
-    elif len(handles) > 1 or any("\n" in name for name in handles):
-        figure.legend(handles.values(), handles, loc="outside right upper")
+    """Put the legend below the axes; one short entry needs none."""
+    if len(handles) < 2 and not any("\n" in name for name in handles):
+        return
+    longest = max(len(line) for name in handles for line in name.splitlines())
+    columns = max(1, min(len(handles), ACROSS // (longest + 6)))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns)
 
 
 def logarithmic(axis: Axis) -> None:

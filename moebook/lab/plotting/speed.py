@@ -38,8 +38,8 @@ def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
     for axes, column in zip(cells, columns, strict=True):
         axes.sharex(cells[0])
         _column(axes, column, handles)
-    figure.legend(handles.values(), handles, ncols=3, loc="outside lower center")
-    return figure
+    legend(figure, handles)
+    return charts.finished(figure)
 
 
 def _column(
@@ -92,7 +92,7 @@ def growth(
     is thick.
     """
     curves, looks = charts.arrays("growth", panels)
-    figure, cells = grid(list(panels), 6, 1.0, xlabel, ylabel, title)
+    figure, cells = grid(list(panels), 4, 1.0, xlabel, ylabel, title)
     handles: dict[str, Artist] = {}
     for axes, name, panel in zip(cells, panels, curves, strict=True):
         axes.set_title(name, fontsize=7.5, pad=3)
@@ -108,8 +108,8 @@ def growth(
         values = np.concatenate(list(panel.values()))[:, 0]
         axes.set_xticks(sorted({values.min(), values.max()}))
         axes.xaxis.set_major_formatter("{x:g}")
-    figure.legend(handles.values(), handles, ncols=3, loc="outside lower center")
-    return figure
+    legend(figure, handles)
+    return charts.finished(figure)
 
 
 def roofline(
@@ -138,8 +138,11 @@ def roofline(
     for place, (name, (intensity, rate)) in enumerate(runs.items()):
         dress = charts.look(place)
         handles[name] = axes.scatter(intensity, rate / 1e9, s=42, zorder=3, **dress)
-    axes.set(xscale="log", yscale="log", title=title)
+    axes.set(xscale="log", yscale="log")
+    charts.logarithmic(axes.xaxis)
+    charts.logarithmic(axes.yaxis)
+    charts.entitle(figure, title)
     axes.set_xlabel("work for each byte that must move (FLOPs per byte)")
     axes.set_ylabel("GFLOPs a second")
     legend(figure, handles)
-    return figure
+    return charts.finished(figure)

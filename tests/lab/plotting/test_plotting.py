@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from scipy import stats
 
 from moebook.lab import plotting
-from moebook.lab.plotting import speed
+from moebook.lab.plotting import charts, speed
 from moebook.lab.plotting.charts import COLOURS, COLUMNS, DARK_COLOURS, INK
 from tests.refusals import refused
 
@@ -68,8 +68,8 @@ def test_a_curve_is_the_mean_of_its_seeds_in_their_range():
     figure.draw_without_rendering()
     ticks = {float(text) for text in texts(axes.get_yticklabels())}
     assert {1, 2, 5} <= ticks, "powers of ten would be hard to read"
-    beside = legend.get_window_extent().x0 > axes.get_window_extent().x1
-    assert beside, "the legend hides the data"
+    below = legend.get_window_extent().y1 < axes.get_window_extent().y0
+    assert below, "the legend hides the data"
     figure = plotting.curves({"one": [2.0, 1.0]}, steps=[0, 1], **STEPS)
     assert not figure.axes[0].collections
     assert not figure.legends
@@ -294,21 +294,44 @@ def test_a_styled_figure_has_our_colours_and_is_opaque():
     np.testing.assert_array_equal(imread(page)[0, 0], [1.0, 1.0, 1.0, 1.0])
 
 
-def test_a_figure_with_nan_or_labels_over_one_another_is_refused_and_dark_ink_is_pale():
-    figure = plotting.curves(
-        {"a": [1.0, 2.0]}, steps=[0, 1], xlabel="step", ylabel="loss (nats)"
-    )
-    plotting.check(figure, "good")
-    plotting.darken(figure)
-    label = figure.axes[0].yaxis.label
-    assert label.get_color() == plotting.charts.PALE
-    axes = figure.axes[0]
+def crowded(axes):
     axes.set_xticks([0, 0.01], ["a long label", "another one"])
-    refused(
-        "E-BOOK: figure crowded: the tick another one lies over",
-        plotting.check,
-        figure,
-        "crowded",
-    )
+
+
+def with_nan(axes):
     axes.set_xticks([0], ["nan"])
-    refused("E-BOOK: figure holes: it says NaN", plotting.check, figure, "holes")
+
+
+def titles_that_meet(axes):
+    axes.set_title("the title of a panel")
+    axes.text(0, 1.03, "what is drawn there", transform=axes.transAxes)
+
+
+def without_points(axes):
+    axes.plot([0, 1], [np.nan, np.nan])
+
+
+def named_as_in_code(axes):
+    axes.figure.legend(axes.lines, ["pesc/real_chat"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (crowded, "'another one' lies over 'a long label'"),
+        (with_nan, "'nan' says NaN"),
+        (titles_that_meet, "'the title of a panel' lies over|lies over 'the title"),
+        (without_points, "a series has no point"),
+        (named_as_in_code, "the legend says 'pesc/real_chat'"),
+    ],
+)
+def test_what_cannot_be_read_in_a_figure_is_warned_of_and_refused_in_the_book(
+    spoil, told
+):
+    curve = {"a": [1.0, 2.0]}
+    figure = plotting.curves(curve, steps=[0, 1], xlabel="step", ylabel="loss (nats)")
+    plotting.check(figure, "good")
+    spoil(figure.axes[0])
+    with pytest.warns(UserWarning, match=f"W-FIGURE: .*({told})"):
+        charts.finished(figure)
+    refused(f"E-BOOK: figure spoilt: .*({told})", plotting.check, figure, "spoilt")
