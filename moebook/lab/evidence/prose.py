@@ -16,8 +16,8 @@ change stands between braces and is filled when the book is built:
 An effect is ``a less b`` (two recorded values; a number or ``b and c``, whose mean is meant, may
 stand for b), or ``a`` alone, ``in notebook/protocol`` (or ``in protocol``) ``of 3-5`` (seeds); or
 it is a claim at a scale, ``pesc.gain-code at 1 M``, which is read from the pool that the ledger
-shows. ``over all studies`` takes all committed pools of the scale together, ``against the paper``
-takes what the paper prints off. A page may give
+shows. ``over all studies`` takes all committed pools of the scale together, ``without kinship``
+takes the mean over the other tasks, ``against the paper`` takes what the paper prints off. A page may give
 effects names in its first lines, ``name: effect`` between two lines of three hyphens.
 
 A reading that is not written, because the sentence would then be false, stops the build and names
@@ -51,7 +51,7 @@ _RECORDED = re.compile(
 )
 _CLAIMED = re.compile(
     r"(?P<claim>\w+\.[\w-]+) at (?P<scale>.+?)"
-    r"(?P<all> over all studies)?(?P<less> against the paper)?"
+    r"(?P<all> over all studies)?( without (?P<task>\w+))?(?P<less> against the paper)?"
 )
 _ASPECT = re.compile(r"(\w+) of (.+)")
 
@@ -186,6 +186,8 @@ class Evidence:
         found = replace(found, printed=claim.claimed, status=status)
         if match["all"] and verdict.together:
             found = replace(found, effects=verdict.together.effects)
+        if task := match["task"]:
+            found = replace(found, effects=_others(verdict.shown.parts, task, where))
         if not match["less"]:
             return found
         if claim.claimed is None:
@@ -211,6 +213,13 @@ def _measured(
         means.append(float(np.mean([by_seed[seed].value for seed in seeds])))
     unit = next(iter(pool.values(name).values())).unit
     return Effect(text, effects, unit, less is not None, tuple(means))
+
+
+def _others(parts: Mapping[str, np.ndarray], task: str, where: str) -> np.ndarray:
+    """Average effects by task over all tasks but one; a task that is none is refused."""
+    if task not in parts:
+        refuse("E-PROSE", f"{where}: no task '{task}'; {nearest(task, parts)}")
+    return store.mean(part for name, part in parts.items() if name != task)
 
 
 def filled(text: str, evidence: Evidence, where: str) -> str:

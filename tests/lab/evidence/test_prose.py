@@ -93,6 +93,31 @@ def test_a_claim_is_read_from_the_pool_of_the_ledger_and_set_against_the_paper()
     assert told(against, -9, -10, -11) == "ruled out"
 
 
+def test_an_effect_without_one_task_is_the_mean_over_the_others():
+    runs = []
+    for seed, gain in enumerate((0.09, 0.10, 0.11)):
+        right = {"dense": (0.5, 0.5, 0.5), "sparse": (0.5 + gain, 0.5 - gain, 0.8)}
+        values = []
+        for arm, shares in right.items():
+            name = f"pesc/{arm}/accuracy"
+            values.append(Value(name, sum(shares) / 3, "share"))
+            for task, share in zip(("a", "b", "c"), shares, strict=True):
+                values.append(Value(f"{name}/{task}", share, "share"))
+        settings = {"base": "nano"}
+        parts = ("pesc", "nano", "study", seed, tuple(values))
+        runs.append(Run(*parts, settings=settings, manifest={}))
+    mine = Pool("pesc", "nano", tuple(runs))
+    shown = prose.Evidence({}, [verdicts.row(CLAIM, [mine], ["nano"])])
+
+    def told(task):
+        text = f"{{size of pesc.sparse-beats-dense at 1 M without {task}}}"
+        return prose.filled(text, shown, "book/found/pesc.md")
+
+    # Without b the mean of 10 and 30 points is left, without c that of 10 and -10.
+    assert (told("b"), told("c")) == ("20.0 points", "0.0 points")
+    refused("E-PROSE: .*no task 'd'", told, "d")
+
+
 def test_a_number_that_no_longer_fits_its_sentence_stops_with_file_and_sentence():
     page = f"First. Sparse {{beats: {GAIN}}} dense. Last."
     assert told(page, 9, 10, 11) == "First. Sparse beats dense. Last."
