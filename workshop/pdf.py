@@ -1,11 +1,13 @@
 """All pages of the book in one PDF: ``make pdf``, into ``_build/moebook.pdf``.
 
-The book on one page, printed by a Chromium: LaTeX would leave out what pages hold as HTML, such as
-the ledger and every other table that is made from runs.
+The book on one page, with its contents after the front page, printed by a Chromium. LaTeX would
+leave out what pages hold as HTML, such as the ledger and every other table that is made from runs.
 """
 
 from __future__ import annotations
 
+import html
+import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +18,30 @@ from moebook.errors import Refusal, refuse
 from moebook.lab.pages import rendering
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-PRINT = "--headless --no-sandbox --disable-gpu --no-pdf-header-footer".split()
+PRINT = """--headless --no-sandbox --disable-gpu --no-pdf-header-footer
+--export-tagged-pdf --generate-pdf-document-outline""".split()
 PATIENCE = "--virtual-time-budget=600000"  # milliseconds of the page's own clock, for its formulas
+
+
+DOCUMENT = re.compile(
+    r'<span id="(document-[^"]+)"></span><section[^>]*>\s*<h1>(.*?)<a '
+)
+
+
+def contented(text: str) -> str:
+    """Put a list of all chapters before the second one of the book on one page."""
+    chapters = list(DOCUMENT.finditer(text))
+    if not chapters:
+        return text
+    lines = []
+    for chapter in chapters:
+        title = html.escape(html.unescape(re.sub(r"<[^>]+>", "", chapter[2])).strip())
+        lines.append(f'<li><a href="#{chapter[1]}">{title}</a></li>')
+    listed = (
+        f'<nav class="moe-contents"><h1>Contents</h1><ol>{"".join(lines)}</ol></nav>'
+    )
+    place = chapters[0].start()
+    return f"{text[:place]}{listed}{text[place:]}"
 
 
 def write(target: Path, folder: Path) -> Path:
@@ -30,6 +54,7 @@ def write(target: Path, folder: Path) -> Path:
     with rendering.alone(folder):
         rendering.render(folder, "singlehtml")
     page = folder / "_build" / "singlehtml" / "intro.html"
+    storage.write(page, contented(page.read_text(encoding="utf-8")))
     command = [browser, *PRINT, PATIENCE, f"--print-to-pdf={target}", page.as_uri()]
     target.unlink(missing_ok=True)  # Chromium ends with 0 even where it prints nothing
     told = subprocess.run(command, capture_output=True, text=True, check=False).stderr

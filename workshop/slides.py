@@ -1,8 +1,9 @@
 """Slides for each paper, from the pages and figures of a rendered book.
 
 ``python -m workshop.slides FOLDER`` writes ``FOLDER/<paper>.html`` beside the two libraries that
-they need, so that they show without a network: the idea and its diagram, what was found, a
-paragraph a slide, every figure of the findings, and the exercises. Nothing on them is typed here.
+they need, so that they show without a network. A deck tells the story of the paper's chapter: the
+problem, the idea as a picture, its equation, the answer, one result a slide with its figure, the
+surprise, and a task for the group. Nothing on them is typed here.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from moebook.lab.pages.pages import TITLES
 from workshop.editions import exercises, plain
 
 HERE = Path(__file__).parent
+EQUATION = re.compile(r"([^\n]+(?:\n[^\n]+)*)\n\n\$\$\n(.*?)\n\$\$", re.DOTALL)
 FIGURE = re.compile(
     r"(?s)```\{figure\} (\S+)\n.*?^:alt: (.*?)\n\n(.*?)\n```", re.MULTILINE
 )
@@ -49,34 +51,42 @@ def slides(paper: str, folder: Path) -> Iterator[Slide]:
     """Make the slides of a paper from a project whose book is built."""
     book = folder / "book"
     theory = (book / f"{paper}_theory.md").read_text(encoding="utf-8")
-    idea = theory.partition("# ")[2].partition("\n\n```{figure}")[0]
+    (notebook,) = (folder / "notebooks").glob(f"*_{paper}.ipynb")
+    title = storage.read_ipynb(notebook)["cells"][0]["source"].partition("\n")[0]
+    yield Slide(TITLES[paper], f"**{title.partition(': ')[2].capitalize()}**")
+    idea = theory.partition("# ")[2].split("\n\n")[1]
     path, alt, caption = FIGURE.search(theory).groups()  # type: ignore[union-attr]
-    yield Slide(TITLES[paper], plain(idea.partition("\n\n")[2]))
     diagram = data((book / path).read_bytes(), "svg+xml")
-    yield Slide("The idea", "", diagram, alt, plain(caption))
+    yield Slide("The idea", plain(idea), diagram, alt, plain(caption))
+    before, equation = EQUATION.search(theory).groups()  # type: ignore[union-attr]
+    yield Slide("In one equation", f"{plain(before)}\n\n$$\n{equation}\n$$")
     told = prose.pages(folder, verdicts.ledger(folder, live=False))[f"found_{paper}"]
-    for paragraph in told.strip().split("\n\n"):
-        yield Slide("What we found", "\n\n".join(paragraph.splitlines()))
+    answer, _, surprise = told.strip().partition("**The surprise.** ")
+    # The answer in bold, and the sentence with its numbers: the rest is on the page.
+    yield Slide("What we found", "\n\n".join(answer.splitlines()[:2]))
     for notebook in sorted((book / "notebooks").glob(f"*_{paper}_findings.ipynb")):
-        yield from _figures(storage.read_ipynb(notebook)["cells"])
-    title, tasks = exercises(book / f"{paper}_exercises.md")
-    yield Slide(title, "\n".join(f"- {task.title}" for task in tasks))
+        yield from _results(storage.read_ipynb(notebook)["cells"])
+    if surprise:
+        yield Slide("The surprise", surprise)
+    _, tasks = exercises(book / f"{paper}_exercises.md")
+    yield Slide(f"Your turn: {tasks[0].title}", plain(tasks[0].text))
 
 
-def _figures(cells: list[Any]) -> Iterator[Slide]:
-    """Make a slide of each figure of an executed notebook, under the heading before it."""
+def _results(cells: list[Any]) -> Iterator[Slide]:
+    """Make a slide of each figure of an executed notebook: heading, figure, what one sees."""
     heading = ""
-    for cell in cells:
-        found = re.findall(r"^## +(.+)$", cell["source"], re.MULTILINE)
-        heading = found[-1] if cell["cell_type"] == "markdown" and found else heading
+    for cell, after in zip(cells, [*cells[1:], None], strict=True):
+        if cell["cell_type"] == "markdown":
+            found = re.findall(r"^## +(.+)$", cell["source"], re.MULTILINE)
+            heading = found[-1] if found else heading
         figure = cell["metadata"].get("mystnb", {})
         for output in cell.get("outputs", []):
             if figure and (png := output.get("data", {}).get("image/png")):
                 caption = figure["figure"]["caption"]
                 alt = figure["image"]["alt"]
-                yield Slide(
-                    heading, "", data(base64.b64decode(png), "png"), alt, caption
-                )
+                picture = data(base64.b64decode(png), "png")
+                seen = after["source"].split("\n\n")[0] if after else ""
+                yield Slide(heading, plain(seen), picture, alt, caption)
 
 
 def write(target: Path, folder: Path) -> list[Path]:

@@ -305,7 +305,10 @@ def test_the_pdf_is_printed_by_a_browser_and_needs_one(
     (small / "book" / "found.md").write_text("# Found\n")
     (small / "book" / "_config.yml").rename(small / "_config.yml")
     path = pdf.write(tmp_path / "book.pdf", small)
-    assert len(re.findall(rb"/Type /Page\b", path.read_bytes())) >= 1
+    assert len(re.findall(rb"/Type /Page\b", path.read_bytes())) >= 2
+    assert b"/Outlines" in path.read_bytes()
+    page = (small / "_build" / "singlehtml" / "intro.html").read_text()
+    assert '<nav class="moe-contents"><h1>Contents</h1><ol><li><a href=' in page
     monkeypatch.setattr(pdf.shutil, "which", lambda name: None)
     refused("E-DEP: the PDF is printed by one of chromium, ", pdf.write, path, small)
 
@@ -322,9 +325,14 @@ def test_slides_show_idea_findings_figures_and_turn_by_keyboard(
         "[...document.querySelectorAll('section > h1, section > h2')]"
         ".map(title => title.textContent)"
     )
-    assert titles[:2] == ["PESC", "The idea"]
-    assert titles[-1] == "PESC: exercises"
-    assert "What we found" in titles
+    assert titles[:4] == ["PESC", "The idea", "In one equation", "What we found"]
+    assert titles[4] == "Accuracy of the dense model", "a figure has a slide"
+    assert titles[-1].startswith("Your turn: ")
+    told = "Math.max(...[...document.querySelectorAll('section')]"
+    words = f"{told}.map(slide => slide.textContent.split(/\\s+/).length))"
+    assert browser.run(words) < 150 and not browser.run(
+        "document.querySelector('section li')"
+    )
     assert browser.run(
         "[...document.images].every(one => one.alt && one.naturalWidth > 9)"
     )

@@ -17,8 +17,8 @@ An effect is ``a less b`` (two recorded values; a number or ``b and c``, whose m
 stand for b), or ``a`` alone, ``in notebook/protocol`` (or ``in protocol``) ``of 3-5`` (seeds); or
 it is a claim at a scale, ``pesc.gain-code at 1 M``, which is read from the pool that the ledger
 shows. ``over all studies`` takes all committed pools of the scale together, ``without kinship``
-takes the mean over the other tasks, ``against the paper`` takes what the paper prints off. A page may give
-effects names in its first lines, ``name: effect`` between two lines of three hyphens.
+the mean over the other tasks, and ``against the paper`` takes what the paper prints off. A page
+may give effects names in its first lines, ``name: effect`` between two lines of three hyphens.
 
 A reading that is not written, because the sentence would then be false, stops the build and names
 file and sentence (E-PROSE).

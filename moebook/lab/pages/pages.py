@@ -383,13 +383,15 @@ def _mend(
 ) -> None:
     """Keep one of the scripts that several extensions add, and no label that is none.
 
-    ARIA has given up two roles that docutils writes, and a fold is called by what it shows.
+    The front page's entry in the sidebar is short; its title is not. ARIA has given up two roles
+    that docutils writes, and a fold is called by what it shows.
     """
     first: dict[Any, Any] = {}
     for script in context["script_files"]:
         body = script.attributes.get("body") or ""
         first.setdefault((script.filename or "", body), script)
     context["script_files"] = list(first.values())
+    context["root_title"] = "Start here"
     for role in (' role="list" class="citation-list"', ' role="doc-biblioentry"'):
         context["body"] = context.get("body", "").replace(
             role, role.partition('list"')[2]

@@ -8,6 +8,7 @@ from moebook.lab import papers
 from moebook.lab.evidence import prose, verdicts
 from moebook.lab.records import Run, Value
 from moebook.lab.records.store import Pool
+from tests import sentences
 from tests.refusals import refused
 
 CLAIM = next(c for c in papers.claims("pesc") if c.id == "pesc.sparse-beats-dense")
@@ -163,6 +164,7 @@ def test_the_books_own_prose_fits_its_pools_names_no_pool_and_is_short():
     protocols = {row.pool.protocol for one in rows for row in one.measurements}
     for name, text in pages.items():
         assert "{" not in text and "nan" not in text.lower().split(), name
+        assert [*sentences.long(text)] == [], name
         ours = {word.strip("`.,:") for word in text.split() if "`" in word}
         assert not ours & protocols, name
     for name in papers_told:
