@@ -87,7 +87,7 @@ def told(verdict: Verdict, where: str | None = None) -> str:
         where = f" at {verdict.scale}" if verdict.scale else ""
     said = [numbers(verdict.shown), *notes(verdict.shown)]
     if verdict.survives:
-        said.append("it survives correction")
+        said.append("significant after correcting for all claims")
     if verdict.late:
         said.append("the claim was written after these runs")
     return f"{_strong(verdict.label)}{where}: {'; '.join(said)}."
@@ -106,7 +106,8 @@ def notes(measured: Measurement) -> list[str]:
     if not measured.enough:
         said = SO_FAR[side(claim, measured.effect, measured.effect)]
     elif measured.smallest and not measured.side:
-        said = f"less than {amount(claim, measured.smallest).lstrip('+')} was not detectable"
+        least = amount(claim, measured.smallest).lstrip("+")
+        said = f"these runs could have seen {least} or more"
     names = claim.values if claim.arms is None else [claim.arms]
     held = measured.pool.at_end(*names)
     return [*filter(None, [said, _sizes(measured), *_tasks(measured), held])]
@@ -130,15 +131,15 @@ def _tasks(measured: Measurement) -> Iterator[str]:
     if len(parts) < 2:
         return
     good = sum(one > 0 for one in measured.by_task.values())
-    yield f"as claimed on {good} of {len(parts)} {kind}"
+    yield f"{good} of {len(parts)} {kind} point the claimed way"
     if not (measured.interval and measured.enough and measured.side):
         return
     if not measured.stands():
-        yield f"no longer so if {kind} weigh alike"
+        yield f"not so if {kind} weighed alike"
     elif needed := [
         task.partition("/")[0] for task in parts if not measured.stands(task)
     ]:
-        yield f"no longer so if {' or '.join(needed)} is left out"
+        yield f"the result rests on {' and on '.join(needed)}"
 
 
 def scatter(measured: Measurement) -> str:

@@ -52,6 +52,8 @@ ACROSS = 64
 """Characters that fit into the width of a figure: of its legend, or of its title."""
 BESIDE = 30
 """Characters that fit left of a panel."""
+LINE = 0.2
+"""Height of a line of text in inches."""
 INK = "#14171A"
 Series = Mapping[str, npt.ArrayLike]
 Cloud = npt.NDArray[np.float64]  # points, [n, 2]
@@ -98,13 +100,13 @@ def curves(
         (line,) = axes.plot(positions, seeds.mean(0), **dress)
         entry = name
         if len(seeds) > 1:
-            entry += f"\n(mean and range of {len(seeds)} seeds)"
+            entry += f"\n({len(seeds)} seeds: mean, range)"
             low = seeds.min(0)
             high = seeds.max(0)
             colour = line.get_color()
             axes.fill_between(positions, low, high, color=colour, alpha=0.18, lw=0)
         handles[entry] = line
-    axes.set(xlabel=xlabel, ylabel=ylabel, yscale=yscale)
+    axes.set(xlabel=xlabel, ylabel=folded(ylabel), yscale=yscale)
     entitle(figure, title)
     if yscale == "log":
         logarithmic(axes.yaxis)
@@ -156,7 +158,7 @@ def heatmap(
             dark = low + 0.6 * (high - low)
             _number(axes, table, dark, 6.5 if across > 2 else 8)
     figure.colorbar(
-        image, ax=figure.axes, label=label, shrink=0.9, pad=0.015, aspect=30
+        image, ax=figure.axes, label=folded(label), shrink=0.9, pad=0.015, aspect=30
     )
     return finished(figure)
 
@@ -164,6 +166,8 @@ def heatmap(
 def _number(axes: Axes, table: npt.NDArray[Any], dark: float, size: float) -> None:
     """Write each cell's number into it, in white from a value on."""
     for (row, column), number in np.ndenumerate(table):
+        if not np.isfinite(number):
+            continue  # an empty cell says that nothing was measured
         text = re.sub(r"^(-?)0\.", r"\1.", f"{number:.2f}")  # .25 for 0.25
         colour = "white" if number > dark else INK
         axes.text(
@@ -428,18 +432,18 @@ def grid(
     plt.close(figure)
     panels = list(cells.flat[: len(names)])
     for axes, name in zip(panels, names, strict=True):
-        axes.set_title(name, fontsize=10, pad=5)
+        axes.set_title(name, fontsize=10 if across < 3 else 8.5, pad=5)
     for axes in cells.flat[len(names) :]:
         axes.set_visible(False)
     for axes in panels[-across:]:
         # The lowest of each column; a label of the figure would lie under its legend.
-        axes.set_xlabel(xlabel, fontsize=9)
+        axes.set_xlabel(folded(xlabel, ACROSS // across - 4), fontsize=9)
         axes.tick_params(labelbottom=True)
     if across > 1:
         # Without the outermost numbers, which would meet those of the next panel.
         for axes in panels:
             axes.xaxis.set_major_locator(MaxNLocator(4, prune="both"))
-    figure.supylabel(ylabel, fontsize=9)
+    figure.supylabel(folded(ylabel), fontsize=9)
     entitle(figure, title)
     return figure, panels
 
@@ -537,16 +541,27 @@ def _is_shown(text: Text) -> bool:
 
 
 def entitle(figure: Figure, title: str) -> None:
-    """Put a title at the left above all panels, on as many lines as it takes."""
-    figure.suptitle(textwrap.fill(title, ACROSS - 8), x=0.01, ha="left")
+    """Put a title at the left above all panels; a second line makes the figure higher."""
+    lines = folded(title, ACROSS - 8)
+    figure.set_figheight(figure.get_figheight() + LINE * lines.count("\n"))
+    figure.suptitle(lines, x=0.01, ha="left")
+
+
+def folded(label: str, characters: int = BESIDE - 4) -> str:
+    """Break a label into lines: one that is longer than its axis would meet the next text."""
+    return textwrap.fill(label, characters, break_long_words=False)
 
 
 def legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
-    """Put the legend below the axes; one short entry needs none."""
+    """Put the legend below the axes, and its lines onto the height; one entry needs none."""
     if len(handles) < 2 and not any("\n" in name for name in handles):
         return
     longest = max(len(line) for name in handles for line in name.splitlines())
     columns = max(1, min(len(handles), ACROSS // (longest + 6)))
+    lines = math.ceil(len(handles) / columns) * (
+        1 + max(n.count("\n") for n in handles)
+    )
+    figure.set_figheight(figure.get_figheight() + LINE * lines)
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns)
 
 

@@ -143,6 +143,6 @@ def roofline(
     charts.logarithmic(axes.yaxis)
     charts.entitle(figure, title)
     axes.set_xlabel("work for each byte that must move (FLOPs per byte)")
-    axes.set_ylabel("GFLOPs a second")
+    axes.set_ylabel(charts.folded("GFLOPs a second", 10))
     legend(figure, handles)
     return charts.finished(figure)

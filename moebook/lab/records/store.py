@@ -233,7 +233,8 @@ class Pool:
                 count = sum(best == extreme(grid) for best, grid in best_rates)
                 if 2 * count > len(grids):
                     seeds = f"in {count} of {len(grids)} seeds"
-                    remarks.append(f"{arm} took its {end} rate {seeds}")
+                    liked = f"{arm} preferred the {end} rate we tried {seeds}"
+                    remarks.append(f"{liked}: it may be under-tuned")
         return ", ".join(remarks)
 
     def effects(self, name: str, reference: Reference = None) -> np.ndarray:

@@ -70,7 +70,7 @@ SENTENCES = """\
 **Holds** at 1 M: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
 **Fails** at 1 M: -2.0 points (95 % from -3.2 to -0.8 points; 3 seeds).
 **Too small to see** at 1 M: +0.3 points (95 % from -4.8 to +5.5 points; 3 seeds); \
-less than 5.2 points was not detectable.
+these runs could have seen 5.2 points or more.
 **Cannot tell** at 1 M: +10.0 points, one value; as claimed so far.
 **Cannot tell** at 1 M: +10.0 points (95 % from +10.0 to +10.0 points; 2 seeds); \
 as claimed so far.
@@ -99,14 +99,16 @@ def test_a_sentence_tells_the_claim_the_verdict_and_the_numbers_it_rests_on():
     two = row(CLAIM, [pool(*HOLDS), pool(*OPEN, protocol="smollm2")], ["nano"])
     assert findings.said(two).endswith(
         "3 seeds). **Exploratory only** at 135 M: +0.3 points (95 % from -4.8 to +5.5 points; "
-        "3 seeds); less than 5.2 points was not detectable."
+        "3 seeds); these runs could have seen 5.2 points or more."
     )
 
 
 def test_a_verdict_that_survives_the_correction_is_told_so():
     sure = ruled("holds", *HOLDS)
     sure = replace(sure, verdicts=(replace(sure.verdicts[0], survives=True),))
-    assert findings.said(sure).endswith("3 seeds); it survives correction.")
+    assert findings.said(sure).endswith(
+        "3 seeds); significant after correcting for all claims."
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,9 @@ def test_what_a_verdict_rests_on_is_said_for_arms_that_no_value_names_and_not_fo
     best = only(
         row(replace(BOUND, arms="adapters/upcycled"), [replace(one, runs=runs)])
     )
-    assert findings.notes(best) == ["adapters took its lowest rate in 3 of 3 seeds"]
+    assert findings.notes(best) == [
+        "adapters preferred the lowest rate we tried in 3 of 3 seeds: it may be under-tuned"
+    ]
     asked = {CLAIM.value: (0.0, 0.0), CLAIM.reference: (0.0, 0.0)}
     values = tuple(Value(name, 0.0, "share", each) for name, each in asked.items())
     floor = Pool(
@@ -294,12 +298,18 @@ def test_an_end_of_the_grid_of_rates_is_told_of_the_arms_that_most_seeds_took_it
     runs = run(1, **{"0.001": 2.0, "0.01": 1.0}), run(2, **{"1e-05": 1.0})
     several = Pool("pesc", "nano", runs)
     told = several.at_end("pesc/b/accuracy", "pesc/a/accuracy")
-    assert told == "b had no choice of rate, a took its highest rate in 1 of 1 seeds"
+    liked = (
+        "a preferred the highest rate we tried in 1 of 1 seeds: it may be under-tuned"
+    )
+    assert told == f"b had no choice of rate, {liked}"
     by_others = replace(runs[0], settings={"fixed_rates": "a=0.01,b=0.01"})
     told = Pool("pesc", "nano", (by_others,)).at_end(
         "pesc/b/accuracy", "pesc/a/accuracy"
     )
-    assert told == "a took its highest rate in 1 of 1 seeds"
+    assert (
+        told
+        == "a preferred the highest rate we tried in 1 of 1 seeds: it may be under-tuned"
+    )
     inside = run(
         3, **{"0.1/one": 2.0, "0.1/two": 2.0, "1/one": 1.0, "1/two": 1.0, "9/one": 3.0}
     )
@@ -350,7 +360,7 @@ def test_a_verdict_that_needs_the_weights_of_its_tasks_says_so():
     one = pool(*HOLDS)
     runs = tuple(replace(run, values=(*run.values, *parts)) for run in one.runs)
     best = only(row(CLAIM, [replace(one, runs=runs)]))
-    said = ["as claimed on 1 of 2 domains", "no longer so if domains weigh alike"]
+    said = ["1 of 2 domains point the claimed way", "not so if domains weighed alike"]
     assert best.side == 1
     assert findings.notes(best) == said
     best = only(row(CLAIM, [replace(one, runs=(*runs[:2], one.runs[2]))]))

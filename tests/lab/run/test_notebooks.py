@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ def run(recipes, forks):
         ):  # whose name is short enough for sockets
             forks.begin(recipes, temporary, "run", name, f"--on={protocol}", *options)
             assert forks.end() == 0, forks.told.read_text()
+        # What a reader could not read in a figure (`charts.faults`).
+        assert "W-FIGURE" not in forks.told.read_text()
         (page,) = (recipes / "runs" / "mine" / name).glob("*.ipynb")
         run = records.read_run(page.with_suffix(".parquet"))
         cells = json.loads(page.read_text())["cells"]
@@ -64,7 +67,12 @@ def test_findings_are_drawn_from_the_pools_that_are_there(name, run, here):
     if name == FINDINGS[0]:
         assert run(name, "cpu").protocol == "cpu"
     else:
-        here(name, {"tier": "cpu"})
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            here(name, {"tier": "cpu"})
+        assert [
+            str(one.message) for one in told if "W-FIGURE" in str(one.message)
+        ] == []
 
 
 @pytest.mark.parametrize(
