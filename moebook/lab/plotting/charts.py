@@ -49,7 +49,9 @@ WIDTH = 5.4
 HEIGHT = 2.7
 """Height of a single panel in inches."""
 ACROSS = 64
-"""Characters that fit into the width of a figure: of its legend, or of its title."""
+"""Characters of a legend that fit into the width of a figure."""
+TITLE = 46
+"""Characters of a title that do."""
 BESIDE = 30
 """Characters that fit left of a panel."""
 LINE = 0.2
@@ -542,7 +544,7 @@ def _is_shown(text: Text) -> bool:
 
 def entitle(figure: Figure, title: str) -> None:
     """Put a title at the left above all panels; a second line makes the figure higher."""
-    lines = folded(title, ACROSS - 8)
+    lines = folded(title, TITLE)
     figure.set_figheight(figure.get_figheight() + LINE * lines.count("\n"))
     figure.suptitle(lines, x=0.01, ha="left")
 
