@@ -359,5 +359,5 @@
   }
 
   for (const [name, figure] of Object.entries({ sizes, experts, selection, router })) start(name, figure);
-  document.querySelectorAll('table[data-filters~="paper"]').forEach(forest);
+  document.querySelectorAll('table[data-filters]:has(tr[data-points])').forEach(forest);
 })();

@@ -1,9 +1,10 @@
 """Look at every page of a rendered book: `python tests/book/gate.py _build/html`.
 
 A page fails where axe-core finds something critical or serious, in light or in dark, where it is
-taller than 12,000 px at a width of 1400 with its code folded, larger than 3 MB though no notebook,
-wider than a phone or taller than 20,000 px on one, throws an error or writes one to the console, or
-asks another host for anything. A long table must show ten rows at once and print on 20 sheets.
+taller than 12,000 px at a width of 1400 or than 20,000 px on a phone (a notebook with its code
+folded: who reads the code scrolls for it), prints on more than 20 sheets, is larger than 3 MB
+though no notebook, is wider than a phone, throws an error or writes one to the console, or asks
+another host for anything. A long table must show ten rows at once, and a figure fill a phone.
 Exits with 1 if one fails.
 """
 
@@ -26,6 +27,11 @@ SHOWN = """[...document.querySelectorAll('.moe-long')].map(box => {
   const shown = rows.filter(row => row.getBoundingClientRect().bottom <= bottom + 1);
   return shown.length === rows.length ? 10 : shown.length;
 })"""
+# Figures that are drawn narrower than their column, or wider.
+NARROW = """[...document.querySelectorAll('.cell_output img, img.moe-plot')].filter(one => {
+  const column = one.closest('section').getBoundingClientRect().width;
+  return one.offsetParent && Math.abs(one.getBoundingClientRect().width - column) > 24;
+}).length"""
 STILL = "document.head.insertAdjacentHTML('beforeend', '<style>* {transition: none !important}')"
 THEME = (
     "Object.assign(document.documentElement.dataset, {theme: '%s', mode: '%s'}); null"
@@ -51,7 +57,7 @@ def faults(browser, page):
     browser.run(FOLD)
     tables = browser.run(SHOWN)
     yield from (f"a table shows {rows} rows" for rows in tables if rows < ROWS)
-    if tables and (sheets := browser.printed()) > SHEETS:
+    if (sheets := browser.printed()) > SHEETS:
         yield f"prints on {sheets} sheets"
     if page.parent.name != "notebooks" and page.stat().st_size > LARGEST:
         yield f"{page.stat().st_size / 1e6:.1f} MB"
@@ -60,12 +66,16 @@ def faults(browser, page):
         browser.run(THEME % (theme, theme))
         yield from (f"{theme}: {violation}" for violation in browser.violations())
     browser.resize(PHONE, 800)
+    browser.run(FOLD)
     width = browser.run(SIZE % "scrollWidth")
     if width > PHONE:
         yield f"{width} px wide on a phone"
     height = browser.run(SIZE % "scrollHeight")
     if height > TALLEST_ON_A_PHONE:
         yield f"{height} px tall on a phone"
+    narrow = browser.run(NARROW)
+    if narrow:
+        yield f"{narrow} figures do not fill a phone"
     yield from (f"asks for {url}" for url in browser.requests if url.startswith("http"))
     yield from (f"throws {error['text']}" for error in browser.errors)
 

@@ -357,6 +357,7 @@ def test_the_gate_finds_every_fault_of_a_wrong_page_alone(site, browser, tmp_pat
     page = shutil.copytree(site, tmp_path / "site") / "ledger.html"
     assert list(gate.faults(browser, page)) == []
     wide = "<p style='width: 500px; height: 13000px'>wide</p><img src='http://127.0.0.1:9/x.png'>"
+    wide += "<p><img class='moe-plot' style='width: 90px' src='none.png' alt='x'></p>"
     wide += "<pre>&lt;Figure size 640x480 with 1 Axes&gt;</pre>"
     wrong = page.with_name("wrong.html")
     wrong.write_text(
@@ -369,6 +370,7 @@ def test_the_gate_finds_every_fault_of_a_wrong_page_alone(site, browser, tmp_pat
         "dark: image-alt",
         "px wide on a phone",
         "asks for http://127.0.0.1:9",
+        "figures do not fill a phone",
         "a figure is text",
     ):
         assert fault in found

@@ -293,7 +293,7 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
     )
     assert page.partition("PESC: `tuned`\n\n")[2].startswith("Exploratory: no")
     assert (
-        "\n### PESC: `decay`" in page
+        "### PESC: `decay`" in page
         and "`pesc/sparse/accuracy less pesc/dense/accuracy`" in page
     )
     heads = [path.read_text() for path in (ROOT / "notebooks").glob("*.yaml")]
