@@ -69,11 +69,12 @@ def needs(requirement: Requirement) -> list[Requirement]:
     """What an installed distribution asks for on this machine, with the extras asked of it."""
     every = map(Requirement, metadata.requires(requirement.name) or [])
     extras = [{"extra": extra} for extra in requirement.extras or {""}]
-    return [
-        n
-        for n in every
-        if not n.marker or any(n.marker.evaluate(extra) for extra in extras)
-    ]
+    needed = []
+    for requirement in every:
+        marker = requirement.marker
+        if not marker or any(map(marker.evaluate, extras)):
+            needed.append(requirement)
+    return needed
 
 
 def closure() -> set[Requirement]:

@@ -86,9 +86,9 @@ def folding_problems(notebook: dict[str, Any]) -> Iterator[str]:
         for node in imported
         if "moebook.methods" in (getattr(node, "module", "") or "")
     ]
-    shown = SHOWN | {
-        name.asname or name.name for node in methods for name in node.names
-    }
+    shown = set(SHOWN)
+    for node in methods:
+        shown |= {name.asname or name.name for name in node.names}
     # What the page itself defines is there to be seen at work.
     for cell in codes[framed:]:
         nodes = ast.walk(ast.parse(code(cell)))

@@ -75,10 +75,9 @@ def _run(name, tier, seed=0):
         "commit": {"id": "0123456789abcdef", "dirty": False},
     }
     right = {"dense": 50, "sparse": 60 + seed} if name == "pesc" else {}
-    items = {
-        arm: tuple(float(item < count) for item in range(100))
-        for arm, count in right.items()
-    }
+    items = {}
+    for arm, count in right.items():
+        items[arm] = tuple(float(item < count) for item in range(100))
     values = [
         Value(f"pesc/{a}/accuracy", right[a] / 100, "share", x)
         for a, x in items.items()

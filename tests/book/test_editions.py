@@ -46,10 +46,9 @@ def test_a_stub_fails_in_place_and_a_solution_passes(page, tmp_path, capsys):
     for solution, check in _pairs(instructor):
         exec(f"{solution}\n{check}", {})
     assert capsys.readouterr().out == "passed\n" * len(coded)
-    texts = {
-        kind: "\n".join(cell.source for cell in notebook.cells)
-        for kind, notebook in (("student", student), ("instructor", instructor))
-    }
+    texts = {}
+    for kind, notebook in (("student", student), ("instructor", instructor)):
+        texts[kind] = "\n".join(cell.source for cell in notebook.cells)
     for task in tasks:
         assert task.solution in texts["instructor"]
         assert task.solution not in texts["student"]

@@ -95,11 +95,12 @@ def test_pescs_sizes_are_those_of_its_counts(moved, browser):
 
 def keep(folder, tables, values, settings):
     """Commit a run with a curve for each row of each table."""
-    curves = [
-        Curve(f"{name}/{row}", "number", (*range(len(line)),), (*map(float, line),))
-        for name, table in tables.items()
-        for row, line in table.items()
-    ]
+    curves = []
+    for name, table in tables.items():
+        for row, line in table.items():
+            steps = tuple(range(len(line)))
+            values = tuple(map(float, line))
+            curves.append(Curve(f"{name}/{row}", "number", steps, values))
     notebook = next(iter(tables)).partition("/")[0]
     numbers = (Value(name, value, "share") for name, value in values.items())
     run = Run(

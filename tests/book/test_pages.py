@@ -32,10 +32,9 @@ def _pool(sparse, *, base="nano", tier="study", step=1):
             "dense": 100,
             "sparse": round(200 * sparse) + step * (seed - seeds // 2),
         }
-        items = {
-            arm: tuple(float(k < right) for k in range(200))
-            for arm, right in rights.items()
-        }
+        items = {}
+        for arm, right in rights.items():
+            items[arm] = tuple(float(item < right) for item in range(200))
         values = (
             Value(f"pesc/{a}/accuracy", sum(x) / 200, "share", x)
             for a, x in items.items()
@@ -395,7 +394,7 @@ PLAIN = set(
 
 def test_every_abbreviation_of_a_page_is_in_the_glossary():
     text = (ROOT / "book" / "glossary.md").read_text()
-    known = {word for line in text.splitlines() for word in re.findall(r"[\w-]+", line)}
+    known = set(re.findall(r"[\w-]+", text))
     missing = {}
     for page in [
         *(ROOT / "book").glob("*.md"),

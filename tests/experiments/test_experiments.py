@@ -250,10 +250,10 @@ def test_an_arm_is_what_its_method_makes_of_the_base(name):
         made.append(make(models.load("nano")[0]))
     one, other = made
     assert one.pesc.config == other.pesc.config == config
-    trained = [
-        {n: p for n, p in model.named_parameters() if p.requires_grad}
-        for model in (one, other)
-    ]
+    trained = []
+    for model in (one, other):
+        named = model.named_parameters()
+        trained.append({name: part for name, part in named if part.requires_grad})
     assert trained[0].keys() == trained[1].keys()
     assert all(torch.equal(trained[0][n], trained[1][n]) for n in trained[0])
 

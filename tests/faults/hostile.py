@@ -426,10 +426,9 @@ def differs(result: Any, truth: Any, tolerance: float) -> str:
         if silent.any():
             place = tuple(np.argwhere(silent)[0])
             return f"{part[place]} at {place}, the truth is {right[place]}"
-    texts = [
-        [leaf for leaf in leaves(value) if isinstance(leaf, str)]
-        for value in (result, truth)
-    ]
+    texts = []
+    for value in (result, truth):
+        texts.append([leaf for leaf in leaves(value) if isinstance(leaf, str)])
     return (
         ""
         if texts[0] == texts[1]

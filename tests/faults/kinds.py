@@ -351,10 +351,8 @@ def make_data(folder: Path, get: Get) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "rows.json").write_text(json.dumps(ROWS))
     pd.DataFrame(ROWS).to_parquet(folder / "rows.parquet")
-    scores = {
-        kind: {str(layer): {str(e): 0.25 for e in range(4)} for layer in (1, 2)}
-        for kind in ("token_scores", "gate_scores")
-    }
+    row = dict.fromkeys(map(str, range(4)), 0.25)
+    scores = {kind: {"1": row, "2": row} for kind in ("token_scores", "gate_scores")}
     (folder / "scores.json").write_text(json.dumps(scores))
     chosen = {"shared_experts": False, "non_expert_modules": True}
     chosen["experts"] = {"1": [0, 3], "2": [2]}
@@ -535,9 +533,9 @@ OTHERS: list[tuple[Any, dict[str, Callable[[Path], Any]]]] = [
     ),
     (make_recipe, {"recipe.yaml": lambda folder: Recipe.read(folder / "recipe.yaml")}),
 ]
-KINDS = {
-    name: Kind(name.rpartition(": ")[2], make, read, promised=group is PROMISED)
-    for group in (PROMISED, OTHERS)
-    for make, files in group
-    for name, read in files.items()
-}
+KINDS = {}
+for group in (PROMISED, OTHERS):
+    for make, files in group:
+        for name, read in files.items():
+            form = name.rpartition(": ")[2]
+            KINDS[name] = Kind(form, make, read, promised=group is PROMISED)

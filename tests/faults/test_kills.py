@@ -194,11 +194,8 @@ def test_killed_studies_keep_what_they_told(
             done = set()
             assert not list(temporary.iterdir())
             assert not verify(None, folder)[0].failures
-            left = {
-                path.name
-                for end in ("lock", "part")
-                for path in folder.rglob(f"*.{end}")
-            }
+            left = {*folder.rglob("*.lock"), *folder.rglob("*.part")}
+            left = {path.name for path in left}
             assert left == {"requirements.lock"}
             shutil.rmtree(folder / "results"), shutil.rmtree(folder / "runs")
     figures("kills", "study", **count)

@@ -121,9 +121,8 @@ def test_aligned_writers_tear_nothing(tmp_path, monkeypatch, processes, times, f
         assert {*store.pool("toy", "nano", folder).arms.values()} == {
             tuple(range(ROUNDS))
         }
-        left = {
-            path.name for end in ("lock", "part") for path in folder.rglob(f"*.{end}")
-        }
+        left = {*folder.rglob("*.lock"), *folder.rglob("*.part")}
+        left = {path.name for path in left}
         assert left == {"requirements.lock"}
     figures("store", f"{processes} processes", **count)
     done = times * ROUNDS * processes

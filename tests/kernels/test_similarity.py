@@ -167,7 +167,7 @@ def literal(near, key, rule):
 
 def near_by_fractions(vectors, threshold):
     """Whether x.y > tau |x| |y|, squared, so that no root is taken."""
-    rows = [[Fraction(number) for number in row] for row in vectors]
+    rows = [list(map(Fraction, row)) for row in vectors]
 
     def near(x, y):
         product = sum(a * b for a, b in zip(x, y, strict=True))

@@ -115,10 +115,10 @@ def test_models_of_every_kind_are_restored(
     folder = module.save(model, tmp_path / "run")
     again = module.load(base(), folder)
     assert repr(getattr(again, name)) == repr(getattr(model, name))
-    free = [
-        {n for n, p in each.named_parameters() if p.requires_grad}
-        for each in (model, again)
-    ]
+    free = []
+    for each in (model, again):
+        named = each.named_parameters()
+        free.append({name for name, part in named if part.requires_grad})
     assert free[0] == free[1]
     assert_same(model, again, batch)
 

@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -246,9 +247,10 @@ def test_the_matched_dense_arm_trains_as_much_as_the_sparse_one_at_the_same_scal
     )
     wide = pesc.matched(host(), config)
     models = pesc.prepare(host(), config), pesc.prepare(host(), wide, sparse=False)
-    sizes = [
-        sum(p.numel() for p in pesc.trained(m, m.pesc.config).values()) for m in models
-    ]
+    sizes = []
+    for model in models:
+        trained = pesc.trained(model, model.pesc.config).values()
+        sizes.append(sum(part.numel() for part in trained))
     one = pesc.prepare(host(), replace(wide, lora_rank=1), sparse=False)
     per_rank = sum(p.numel() for p in pesc.trained(one, config).values())
     assert abs(sizes[0] - sizes[1]) <= per_rank / 2
@@ -314,9 +316,7 @@ def written(*parameters):
     filled = {
         "root": [pesc.root(chosen["base"], chosen["mix"])],
         "arm": arms,
-        "arm}/{what": [
-            f"{arm}/{what}" for arm in arms for what in routing.summary(ROUTED)
-        ],
+        "arm}/{what": list(map("/".join, product(arms, routing.summary(ROUTED)))),
         "domain": evaluation.by_benchmark(table, pesc.GROUPS).domain.unique(),
         "task": {"gsm8k"} & {*tasks},
     }

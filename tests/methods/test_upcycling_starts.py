@@ -385,11 +385,9 @@ MERGEKITS = {
 
 
 def _prompted(tokenizer, mode):
-    rows = [
-        {"task": task, "prompt": text}
-        for task, texts in ASKED.items()
-        for text in texts
-    ]
+    rows = []
+    for task, texts in ASKED.items():
+        rows += [{"task": task, "prompt": text} for text in texts]
     return upcycling.prompted(
         models.load("nano")[0], tokenizer, rows, 2, mode=mode
     ).weights

@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from itertools import chain
 
 import pandas as pd
 import pytest
@@ -156,9 +157,9 @@ def test_stages_share_one_budget(dense, name, kind):
 def states(dense):
     """What TRSU's and CRSU's routers are centroids of: each domain's tokens, and all tokens."""
     names = sorted({row["domain"] for row in dense.mixed})
-    groups = {
-        name: [row for row in dense.mixed if row["domain"] == name] for name in names
-    }
+    groups = {}
+    for name in names:
+        groups[name] = [row for row in dense.mixed if row["domain"] == name]
     kinds = {"trsu": groups, "crsu": {"all": dense.mixed}}
     return {
         kind: dense.represent("attention_output", each) for kind, each in kinds.items()
@@ -356,7 +357,7 @@ def test_rocket_chooses_as_many_as_asked_and_deals_all_shots_out(dense):
     picked, shots = crafts.chosen_loras(dense, bank(dense, DENSE["rocket"]))
     assert len(set(picked)) == 4
     assert list(shots) == list(picked)
-    dealt = {row["prompt"] for some in shots.values() for row in some}
+    dealt = {row["prompt"] for row in chain(*shots.values())}
     assert dealt == {row["prompt"] for row in dense.mixed[:6]}
 
 

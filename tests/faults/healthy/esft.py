@@ -333,6 +333,11 @@ def true_overlap(first, second, top):
     return pd.DataFrame(cells)
 
 
+def names(files):
+    """The names of files, by task."""
+    return {task: [path.name for path in paths] for task, paths in files.items()}
+
+
 def shares():
     """How many of four experts are chosen: lines of scores and tasks, columns layers."""
     lines = {
@@ -606,13 +611,9 @@ ROWS = {
         settings=("half",),
     ),
     "methods.esft.published": Row(
-        lambda folder, tasks: {
-            k: [p.name for p in v] for k, v in esft.published(folder, tasks).items()
-        },
+        lambda folder, tasks: names(esft.published(folder, tasks)),
         lambda: {"folder": clone(), "tasks": ["toy"]},
-        lambda folder, tasks: {
-            k: [p.name for p in v] for k, v in true_published(folder, tasks).items()
-        },
+        lambda folder, tasks: names(true_published(folder, tasks)),
     ),
     "methods.esft.cooccurrence": Row(
         esft.cooccurrence,

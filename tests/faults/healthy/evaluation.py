@@ -1,8 +1,9 @@
 """Calls of evaluation that are right, and plain loops that they must agree with."""
 
 import math
+from collections import Counter
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -110,7 +111,7 @@ def true_by_benchmark(table, domains):
         raise ValueError("domains")
     found = table.assign(benchmark=[line.task for line in lines])
     found["domain"] = [domains.get(line.task, line.domain) for line in lines]
-    size = {name: sum(line.task == name for line in lines) for name in names}
+    size = Counter(line.task for line in lines)
     found["weight"] = [len(lines) / len(names) / size[line.task] for line in lines]
     found["score"] = [
         line.correct * w for line, w in zip(lines, found.weight, strict=True)
@@ -223,7 +224,7 @@ def true_agreement(table):
         wrong = [line.grade for line in part if line.correct == 0]
         if len(right) + len(wrong) < len(part):
             raise ValueError("correct")
-        pairs = [(r > w) + (r == w) / 2 for r in right for w in wrong]
+        pairs = [(r > w) + (r == w) / 2 for r, w in product(right, wrong)]
         area = sum(pairs) / len(pairs) if pairs else np.nan
         mean = [
             np.mean([getattr(line, n) for line in part]) for n in ("correct", "grade")

@@ -340,23 +340,12 @@ def true_similarity(bank):
         raise ValueError("empty")
     rows = []
     for path in next(iter(bank.values())).down:
-        flat = [
-            (one.up[path].double() @ one.down[path].double()).flatten()
-            for one in bank.values()
+        products = [
+            one.up[path].double() @ one.down[path].double() for one in bank.values()
         ]
-        rows.append(
-            torch.stack(
-                [
-                    torch.stack(
-                        [
-                            torch.nn.functional.cosine_similarity(a, b, dim=0)
-                            for b in flat
-                        ]
-                    )
-                    for a in flat
-                ]
-            )
-        )
+        flat = torch.stack(products).flatten(1)
+        cosine = torch.nn.functional.cosine_similarity
+        rows.append(torch.stack([cosine(one, flat, dim=-1) for one in flat]))
     return torch.stack(rows).mean(0).numpy()
 
 

@@ -257,10 +257,9 @@ def true_crsu(states, experts, seed):
     if not (wide.flatten(0, 1).std() > 1 and (wide.abs() < 1e18).all()):
         raise ArithmeticError("no two groups")
     far = wide[..., :].mean(-1) > 5
-    means = [
-        torch.stack([part[side].mean(0) for side in (~mine, mine)])
-        for part, mine in zip(wide, far, strict=True)
-    ]
+    means = []
+    for part, mine in zip(wide, far, strict=True):
+        means.append(torch.stack([part[~mine].mean(0), part[mine].mean(0)]))
     return torch.stack(means)
 
 

@@ -1,5 +1,6 @@
 """Prose follows the pools' numbers, and stops the build where a sentence no longer fits them."""
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -161,7 +162,8 @@ def test_the_books_own_prose_fits_its_pools_names_no_pool_and_is_short():
     assert len(papers_told) == 6
     words = sum(len(pages[name].split()) for name in papers_told)
     assert words <= 1500
-    protocols = {row.pool.protocol for one in rows for row in one.measurements}
+    measured = chain.from_iterable(row.measurements for row in rows)
+    protocols = {each.pool.protocol for each in measured}
     for name, text in pages.items():
         assert "{" not in text and "nan" not in text.lower().split(), name
         assert [*sentences.long(text)] == [], name

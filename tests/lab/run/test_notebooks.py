@@ -33,11 +33,9 @@ def run(recipes, forks):
         (page,) = (recipes / "runs" / "mine" / name).glob("*.ipynb")
         run = records.read_run(page.with_suffix(".parquet"))
         cells = json.loads(page.read_text())["cells"]
-        outputs = [
-            output.get("data", {})
-            for cell in cells
-            for output in cell.get("outputs", [])
-        ]
+        outputs = []
+        for cell in cells:
+            outputs += [output.get("data", {}) for output in cell.get("outputs", [])]
         shown = [data[VALUE] for data in outputs if VALUE in data]
         assert [
             json.loads(json.dumps(records.plain(value))) for value in run.values

@@ -130,10 +130,10 @@ def test_similarity_by_small_products_equals_the_formed_product(sign, bank):
         iter(bank["a"].up.values())
     ).zero_()  # of a matrix that is zero the cosine is 0
     table = choose.similarity(bank, Config(cosine=sign))
-    products = {
-        name: [lora.up[p].double() @ lora.down[p].double() for p in lora.down]
-        for name, lora in bank.items()
-    }
+    products = {}
+    for name, lora in bank.items():
+        pairs = [(lora.up[path], lora.down[path]) for path in lora.down]
+        products[name] = [up.double() @ down.double() for up, down in pairs]
     for one, two in product(bank, bank):
         values = list(map(cosine, products[one], products[two]))
         values = np.abs(values) if sign == "absolute" else values
