@@ -188,11 +188,13 @@ class Router(nn.Module):
         """Return ``[B, 1, N]`` for ``x [B, T, D]``."""
         if self.path in self.prompt.held:
             return self.prompt.held[self.path].unsqueeze(1)
+        # m, the mean of the prompt's tokens.
         x = x.to(self.vectors.dtype)
         mask = self.prompt.mask.to(x)
-        mean = torch.einsum("bt,btd->bd", mask, x) / mask.sum(1, keepdim=True).clamp(
-            min=1
-        )
+        tokens = mask.sum(1, keepdim=True).clamp(min=1)
+        mean = torch.einsum("bt,btd->bd", mask, x) / tokens  # [B, D]
+
+        # p = softmax(V norm(m) / T), one for the whole example.
         if self.config.norm == "both":
             logits = F.linear(self.norm(mean), self.norm_vectors(self.vectors))
         else:
@@ -202,7 +204,8 @@ class Router(nn.Module):
             stays = torch.rand_like(weights) >= self.config.expert_dropout
             # Where all would go, they stay.
             stays = stays | ~stays.any(-1, keepdim=True)
-            weights = weights * stays / (weights * stays).sum(-1, keepdim=True)
+            weights = weights * stays
+            weights = weights / weights.sum(-1, keepdim=True)
         self.prompt.decided[self.path] = weights
         return weights.unsqueeze(1)
 

@@ -260,8 +260,10 @@ def scores(log_perplexities: pd.DataFrame, accuracies: pd.DataFrame) -> pd.DataF
             "E-BANK",
             f"none of {len(finite)} LoRAs has a finite perplexity on the shots",
         )
-    share = accuracies[finite].mean(axis=1).astype(np.float64)
+    # Eq. 4: the perplexities of all K shots, added up; their logarithm has the same order.
     total = np.logaddexp.reduce(nats[finite], axis=1)
+    # Eq. 5: the share of the K shots that a LoRA answers exactly.
+    share = accuracies[finite].mean(axis=1).astype(np.float64)
     return pd.DataFrame({"log_perplexity": total, "accuracy": share})
 
 
