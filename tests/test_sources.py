@@ -29,6 +29,7 @@ BEGIN = "begin("  # ends the frame: imports and parameters, which come first
 SHOWN = {
     "bench",
     "experiment",
+    "experiments.pipeline.selected",
     "fit",
     "together",
     "training.fit",
