@@ -97,8 +97,9 @@ def test_the_most_alike_neighbour_joins_and_switches_say_what_trains(
     recipe = {"steps": 2, "batch": 4, "lr": 1e-3, "warmup": 0.0}
     config = pi_tuning.Config(neighbours=1, **changes)
     shapes = pi_tuning.fisher(model, bank["a"], few)
-    zeros = {key: torch.zeros_like(factor) for key, factor in shapes.items()}
-    known = dict.fromkeys(bank, zeros)
+    known = {}
+    for name in bank:
+        known[name] = {key: torch.zeros_like(part) for key, part in shapes.items()}
     for each in known["c"].values():
         each += 1.0  # of the others every share is 0
     done = pi_tuning.tuned(model, bank, Data(few), config, embeddings=known, **recipe)
