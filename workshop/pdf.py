@@ -24,7 +24,7 @@ PATIENCE = "--virtual-time-budget=600000"  # milliseconds of the page's own cloc
 
 
 DOCUMENT = re.compile(
-    r'<span id="(document-[^"]+)"></span><section[^>]*>\s*<h1>(.*?)<a '
+    r'<span id="(document-[^"]+)"></span><section[^>]*>\s*<h\d>(.*?)<a '
 )
 
 
