@@ -29,7 +29,7 @@ SHOWN = """[...document.querySelectorAll('.moe-long')].map(box => {
 })"""
 # Figures that are drawn narrower than their column, or wider.
 NARROW = """[...document.querySelectorAll('.cell_output img, img.moe-plot')].filter(one => {
-  const column = one.closest('section').getBoundingClientRect().width;
+  const column = one.closest('section, article').getBoundingClientRect().width;
   return one.offsetParent && Math.abs(one.getBoundingClientRect().width - column) > 24;
 }).length"""
 STILL = "document.head.insertAdjacentHTML('beforeend', '<style>* {transition: none !important}')"
