@@ -99,8 +99,8 @@ def keep(folder, tables, values, settings):
     for name, table in tables.items():
         for row, line in table.items():
             steps = tuple(range(len(line)))
-            values = tuple(map(float, line))
-            curves.append(Curve(f"{name}/{row}", "number", steps, values))
+            points = tuple(map(float, line))
+            curves.append(Curve(f"{name}/{row}", "number", steps, points))
     notebook = next(iter(tables)).partition("/")[0]
     numbers = (Value(name, value, "share") for name, value in values.items())
     run = Run(

@@ -289,13 +289,17 @@ def regrown(records: Mapping[str, Run]) -> pd.DataFrame:
 
 
 def reached(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
-    """What our ops of products reach: FLOPs a byte that must move, and a second."""
+    """What our ops of products reach: FLOPs a byte that must move, and a second.
+
+    By op and case, named as a legend names them.
+    """
     ours = frame[(frame["contender"] == "ours") & (frame["flops"] > 0)]
     ours = ours[~ours["case"].str.endswith("bf16")]  # not in the roof's number format
     points = {}
     for row in ours.itertuples():
         a_byte = row.flops / row.traffic
-        points[f"{row.op}, {row.case}"] = (a_byte, row.flops / row.seconds)
+        name = f"{row.op}, {row.case}".replace("_", " ")
+        points[name] = (a_byte, row.flops / row.seconds)
     return points
 
 

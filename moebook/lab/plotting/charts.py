@@ -568,10 +568,16 @@ def legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
 
 
 def logarithmic(axis: Axis) -> None:
-    """Number a logarithmic axis as one reads it: 1, 10, 100, or 1, 2, 5 if few."""
+    """Number a logarithmic axis as one reads it: 1, 10, 100, or 1, 2, 5 if few.
+
+    A range that may hold a single one of 1, 2 and 5 gets at most four round numbers.
+    """
     low, high = axis.get_view_interval()
-    subs = (1, 2, 5) if high < 40 * low else (1,)
-    axis.set_major_locator(LogLocator(subs=subs, numticks=9))
+    if high < 5 * low:
+        axis.set_major_locator(MaxNLocator(nbins=3))
+    else:
+        subs = (1, 2, 5) if high < 40 * low else (1,)
+        axis.set_major_locator(LogLocator(subs=subs, numticks=9))
     axis.set_major_formatter("{x:g}")
     axis.minorticks_off()
 
