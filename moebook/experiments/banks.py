@@ -54,7 +54,7 @@ def solver(case: Case, bank: Bank) -> str:
 
 
 def _by(**changes: Any) -> Callable[[Cases, str, Bank, rocket.Config], tuple[str, ...]]:
-    """Choose by Algorithm 1, changed as `pipeline.Arm` says."""
+    """Choose by Algorithm 1 as an arm of Rocket with these ``changes`` does."""
 
     def chosen(
         cases: Cases, kind: str, bank: Bank, config: rocket.Config

@@ -205,9 +205,11 @@ class Task:
             refuse("E-DATA", f"{self.name}/{split}: {need}")
         rng = random.Random(f"{self.name}/{split}/{seed}")
         rng.shuffle(items)
-        return [
-            (item, self._row(item, rng.choice(self.templates))) for item in items[:size]
-        ]
+        drawn = []
+        for item in items[:size]:
+            template = rng.choice(self.templates)
+            drawn.append((item, self._row(item, template)))
+        return drawn
 
     @cached_property
     def majority(self) -> float:

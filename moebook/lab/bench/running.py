@@ -307,7 +307,10 @@ def _experts(x: Tensor, logits: Tensor, *bank: Tensor, impl: str) -> Tensor:
 
 def _split(x: Tensor, logits: Tensor, *trained: Tensor, impl: str) -> Tensor:
     """Of eight experts the second, fourth and seventh train."""
-    frozen = Bank(*(weight.detach().repeat(3, 1, 1)[:8] for weight in trained))
+    # Eight frozen experts, made of the three that train.
+    eight = [weight.detach().repeat(3, 1, 1)[:8] for weight in trained]
+    frozen = Bank(*eight)
+    # For each expert its place among those that train, or -1.
     slots = torch.tensor([-1, 0, -1, 1, -1, -1, 2, -1], device=x.device)
     routing = _chosen(logits)
     bank = Bank(*trained)

@@ -290,8 +290,10 @@ def log_density(shots: Array, block: Array, gamma: Bandwidth) -> Array:
     lengths = (block**2).sum(1)[:, None] + (shots**2).sum(1)[None]
     squares = np.maximum(lengths - 2.0 * block @ shots.T, 0)
     exponents = -squares.astype(np.float64) / (2 * gamma**2)
+    # The mean over K shots of a normal density: 1 / (K gamma sqrt(2 pi)) times the sum.
     constant = math.log(len(shots) * gamma) + math.log(2 * math.pi) / 2
-    return np.asarray(np.logaddexp.reduce(exponents, axis=1) - constant)
+    log_sum = np.logaddexp.reduce(exponents, axis=1)
+    return np.asarray(log_sum - constant)
 
 
 @checked
