@@ -1,9 +1,13 @@
-"""Sentences of Markdown, for the tests that no page says too much at once."""
+"""Sentences of Markdown and of pages, for the tests that none says too much at once."""
 
 import re
 from collections.abc import Iterator
 
+import lxml.html
+
 MOST = 35  # words of a sentence
+HEADINGS = "h1 h2 h3 h4".split()
+BLOCKS = "p li td th dd dt figcaption caption summary div br".split()
 
 
 def long(text: str) -> Iterator[str]:
@@ -21,3 +25,19 @@ def long(text: str) -> Iterator[str]:
         for sentence in re.split(r"(?<=[.!?;:])\s+", " ".join(paragraph.split())):
             if len(sentence.split()) > MOST:
                 yield sentence
+
+
+def read(html: str) -> str:
+    """Return what a rendered page says, a paragraph for each block; code and formulas are words."""
+    (article,) = lxml.html.fromstring(html).iter("article")
+    numbers = article.xpath(".//*[@class='caption-number']")
+    for silent in [*numbers, *article.iter("pre", "script", "svg", *HEADINGS)]:
+        silent.drop_tree()
+    formulas = article.xpath(".//*[contains(@class, 'math ')]")
+    for word in [*formulas, *article.iter("code")]:
+        word.clear(keep_tail=True)
+        word.text = "word"
+    for block in article.iter(*BLOCKS):
+        block.text = f"\n\n{block.text or ''}"
+        block.tail = f"\n\n{block.tail or ''}"
+    return str(article.text_content())

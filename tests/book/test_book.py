@@ -18,10 +18,12 @@ from moebook.lab import papers, plotting
 from moebook.lab.pages import book, generated
 from moebook.lab.records import Run, Value, write_run
 from moebook.lab.run.session import GLUE
+from tests import sentences
 from tests.refusals import refused
 from workshop import pdf, slides
 
 ROOT = Path(__file__).parents[2]
+NO_PROSE = "index genindex search py-modindex prf-prf".split()
 VALUE = {"name": "pesc/dense/accuracy", "value": 0.43, "unit": "share"}
 
 
@@ -228,6 +230,16 @@ def test_claims_stand_in_the_ledger_and_among_findings_with_pictures_of_what_ran
     assert "promises.svg" in front
     drawn = {path.name for path in (project / "book" / "_generated").glob("*.svg")}
     assert drawn == {"promises.svg"}
+
+
+def test_no_page_has_a_sentence_of_more_than_35_words(site):
+    long = {}
+    for page in site.rglob("*.html"):
+        if page.stem not in NO_PROSE:
+            told = sentences.read(page.read_text(encoding="utf-8"))
+            long[str(page.relative_to(site))] = [*sentences.long(told)]
+    assert len(long) > 50
+    assert {name: told for name, told in long.items() if told} == {}
 
 
 def test_a_warning_and_a_copy_with_an_error_or_without_its_run_are_refused(

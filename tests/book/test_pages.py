@@ -214,10 +214,13 @@ def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survi
     assert "; 2 of these are *holds* or *fails*" in text
     assert "\n| 1 M | 4 | 0 | 2 |\n" in text
     assert "chance alone would produce about 0.2." in text
-    links = '<a href="#pesc.sure">pesc.sure</a> at 1 M, <a href="#pesc.&lt;">pesc.&lt;</a> at 1 M.'
+    links = "".join(
+        f'- <a href="#{name}">{name}</a> at 1 M\n'
+        for name in ("pesc.sure", "pesc.&lt;")
+    )
     assert "\n2 survive " in text
     assert ":::{dropdown} Those that survive\n" + links in text
-    assert "\nnone." in pages.page("chance", rows=rows[2:3])
+    assert "\nNone.\n" in pages.page("chance", rows=rows[2:3])
     text = pages.page("chance", rows=rows[4:])
     assert text == "No run that can decide a claim has been recorded yet.\n"
 
@@ -279,11 +282,11 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
 def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_effect():
     page = pages.designs(ROOT)
     chances = re.findall(
-        r"Power: `\d+% with \d+ seeds` \(variance taken from study `[^`]+`\)", page
+        r"Power: \d+% with \d+ seeds \(variance taken from study `[^`]+`\)", page
     )
     assert len(chances) >= 4
     assert (
-        len(re.findall(r"- Found: `[+−][\d.]+ points \([^)]+\)`\n- At an end of", page))
+        len(re.findall(r"- Found: [+−][\d.]+ points \([^)]+\)\n- At an end of", page))
         >= 3
     )
     decided = page.partition("ESFT: `budgets`")[2].partition("\n### ")[0]
@@ -300,6 +303,7 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
     assert not re.search(
         r"(?<!paper's )(?<![\d.])\d[\d.]*\s(points|nats|%|minutes)", remarks
     )
+    assert "4 seeds. Found, accuracy, sparse less dense: −4.3 points (" in page
     assert "on record)" not in page
     assert "Spread on record" not in page  # else one of these heads has no chance
     assert page.count("Primary measure: `") == sum(
@@ -421,6 +425,9 @@ def test_a_sentence_of_a_page_or_a_notebook_has_at_most_35_words():
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         cells = json.loads(path.read_text())["cells"]
         told = ["".join(one["source"]) for one in cells if one["cell_type"] != "code"]
+        for shown in (one["metadata"].get("mystnb", {}) for one in cells):
+            told.append(shown.get("figure", {}).get("caption", ""))
+            told.append(shown.get("image", {}).get("alt", ""))
         texts[path.name] = "\n\n".join(told)
     long = {name: [*sentences.long(text)] for name, text in texts.items()}
     assert {name: told for name, told in long.items() if told} == {}

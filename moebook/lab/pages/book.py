@@ -206,6 +206,7 @@ def notebook_pages(folder: Path) -> list[str]:
 
 
 def _check(folder: Path, page: str, tier: str) -> None:
+    """Refuse a page that holds no run, an error, or a figure that a reader cannot read."""
     copy = f"book/notebooks/{page}.ipynb"
     fix = f"moebook book --tier {tier} --only {page[3:]}"
     path = folder / copy
@@ -213,8 +214,11 @@ def _check(folder: Path, page: str, tier: str) -> None:
         refuse("E-BOOK", f"{copy} is missing, so its page would be empty; run: {fix}")
     with located("", "E-BOOK", f"remove it, then run: {fix}"):
         cells = storage.read_ipynb(path)["cells"]
-    if not path.with_suffix(".parquet").is_file():
+    beside = path.with_suffix(".parquet")
+    if not beside.is_file():
         refuse("E-BOOK", f"{copy} has no run beside it; run: {fix}")
+    for fault in records.runs.read_head(beside).manifest.get("unreadable", ()):
+        refuse("E-BOOK", f"{copy}: {fault}")
     for number, cell in enumerate(cells, start=1):
         for output in cell.get("outputs", []):
             if output["output_type"] == "error":

@@ -83,6 +83,26 @@ def bound(claim: Claim) -> str:
     return f"{less}; it must fail for {who}"
 
 
+QUANTITIES = {"nll": "loss", "cost/step": "time of a step"}
+
+
+def compared(measure: str) -> str:
+    """Say what a study compares as a reader would, "loss, sparse less dense", else as code."""
+    value, _, other = measure.partition(" less ")
+    parts = value.split("/")
+    others = other.split("/")
+    if len(parts) != len(others):
+        return f"`{measure}`"
+    pairs = enumerate(zip(parts, others, strict=True))
+    differing = [place for place, (one, two) in pairs if one != two]
+    if len(differing) != 1:
+        return f"`{measure}`"
+    (place,) = differing
+    quantity = "/".join(parts[place + 1 :])
+    told = f"{QUANTITIES.get(quantity, quantity)}, {parts[place]} less {others[place]}"
+    return told.replace("_", " ")
+
+
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
     autoescape=True,
@@ -141,6 +161,7 @@ for thing in (
     amount,
     bound,
     commit,
+    compared,
     cost,
     counted,
     duration,

@@ -2,11 +2,13 @@
 
 Okabe-Ito colours, one legend below all panels. A figure is as wide as a page of a small book, so
 that its text can still be read where it fills a phone. Dark pages turn its lightness around
-(`moebook.css`). What a reader could not read in a figure is a warning, W-FIGURE (`finished`).
+(`moebook.css`). What a reader could not read in a figure is a warning, W-FIGURE (`finished`), and
+stops the build of a book.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import textwrap
@@ -568,18 +570,74 @@ def legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
 
 
 def logarithmic(axis: Axis) -> None:
-    """Number a logarithmic axis as one reads it: 1, 10, 100, or 1, 2, 5 if few.
-
-    A range that may hold a single one of 1, 2 and 5 gets at most four round numbers.
-    """
-    low, high = axis.get_view_interval()
-    if high < 5 * low:
-        axis.set_major_locator(MaxNLocator(nbins=3))
-    else:
-        subs = (1, 2, 5) if high < 40 * low else (1,)
-        axis.set_major_locator(LogLocator(subs=subs, numticks=9))
+    """Number a logarithmic axis as one reads it, by as many round numbers as it has room for."""
+    axis.set_major_locator(Round())
     axis.set_major_formatter("{x:g}")
     axis.minorticks_off()
+
+
+class Round(LogLocator):
+    """Ticks of a logarithmic axis whose labels, in ``{x:g}``, all have room.
+
+    The first of these with two ticks or more that fits: 1, 2, 5, 10; 1, 10, 100; a power of
+    ten now and then; and for a short range a few round numbers, evenly apart. Where
+    none fits, a single tick is left.
+    """
+
+    def __call__(self) -> list[float]:
+        """Return the ticks of the axis as it is now."""
+        return self.tick_values(*self.axis.get_view_interval())
+
+    def tick_values(self, vmin: float, vmax: float) -> list[float]:
+        """Return the ticks of an interval of positive numbers."""
+        low, high = sorted((vmin, vmax))
+        lone: list[float] = []
+        for choice in _round_numbers(low, high):
+            inside = [tick for tick in choice if self._lies_inside(tick, low, high)]
+            if len(inside) >= 2 and self._are_apart(inside, low, high):
+                return inside
+            lone = lone or inside[len(inside) // 2 :][:1]
+        return lone
+
+    def _lies_inside(self, tick: float, low: float, high: float) -> bool:
+        """Whether a label keeps clear of those of the other axis and of the next panel."""
+        room = self._extent(tick) / (2 if self.axis.axis_name == "x" else 6)
+        return room <= self._place(tick, low, high) <= self._length() - room
+
+    def _are_apart(self, ticks: Sequence[float], low: float, high: float) -> bool:
+        for one, other in itertools.pairwise(ticks):
+            gap = self._place(other, low, high) - self._place(one, low, high)
+            if gap < (self._extent(one) + self._extent(other)) / 2:
+                return False
+        return True
+
+    def _place(self, tick: float, low: float, high: float) -> float:
+        """How far along the axis a tick stands, in points."""
+        return self._length() * math.log(tick / low) / math.log(high / low)
+
+    def _length(self) -> float:
+        """Length of the axis in points."""
+        box = self.axis.axes.get_window_extent()
+        pixels = box.width if self.axis.axis_name == "x" else box.height
+        return float(72 * pixels / self.axis.figure.dpi)
+
+    def _extent(self, tick: float) -> float:
+        """Points that a label takes along the axis, a gap included."""
+        (first,) = self.axis.get_major_ticks(1)
+        size = float(first.label1.get_fontsize())
+        across = 0.64 * len(f"{tick:g}") + 0.5  # a digit, in heights of the font
+        return size * (across if self.axis.axis_name == "x" else 1.3)
+
+
+def _round_numbers(low: float, high: float) -> Iterator[list[float]]:
+    """Yield choices of round numbers around an interval, those that a reader likes best first."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    yield [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    for step in range(1, len(powers)):
+        yield [10.0**power for power in powers if power % step == 0]
+    for count in (5, 4, 3, 2, 1):
+        evenly = MaxNLocator(count, steps=[1, 2, 5, 10]).tick_values(low, high)
+        yield [float(tick) for tick in evenly if tick > 0]
 
 
 def tilt_when_long(axes: Axes, names: Sequence[object], across: int = 1) -> None:

@@ -74,6 +74,7 @@ def _column(
             (handles["floor"],) = axes.plot([floor, floor], ends, color=INK, lw=2.5)
     axes.axvline(1, color=INK, lw=1, ls=(0, (4, 3)))
     axes.set(xscale="log", ylim=(len(labels) - 0.3, -0.8))
+    charts.logarithmic(axes.xaxis)
     axes.set_yticks(range(len(labels)), labels, fontsize=7.5)
     names = axes.get_yticklabels()
     for place in titles:

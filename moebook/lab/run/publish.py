@@ -293,11 +293,28 @@ def warned(notebook: Any) -> list[str]:
     """Return our own warnings (W-IDLE, W-BASE ...) that cells left, in order, each once."""
     found: dict[str, None] = {}
     for _, cell in code_cells(notebook):
-        for output in cell.get("outputs", []):
-            if output.get("name") == "stderr":
-                lines = re.findall(r"Warning: (W-[A-Z]+: .*)", output["text"])
-                found |= dict.fromkeys(lines)
+        found |= dict.fromkeys(_warnings(cell))
     return list(found)
+
+
+def unreadable(notebook: Any) -> list[str]:
+    """Say what a reader cannot read in figures (W-FIGURE), each with the name of its figure."""
+    found: dict[str, None] = {}
+    for number, cell in code_cells(notebook):
+        named = cell["metadata"].get("mystnb", {}).get("figure", {})
+        name = named.get("name", f"of In [{number}]")
+        for line in _warnings(cell):
+            code, _, fault = line.partition(": ")
+            if code == "W-FIGURE":
+                found[f"figure {name}: {fault}"] = None
+    return list(found)
+
+
+def _warnings(cell: Any) -> Iterator[str]:
+    """Yield our own warnings that a cell left."""
+    for output in cell.get("outputs", []):
+        if output.get("name") == "stderr":
+            yield from re.findall(r"Warning: (W-[A-Z]+: .*)", output["text"])
 
 
 def notes(notebook: Any) -> dict[str, Any]:

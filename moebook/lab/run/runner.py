@@ -424,6 +424,9 @@ def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> R
     }
     if request.evidence is not None:
         manifest["evidence"] = request.evidence
+    unreadable = publish.unreadable(executed)
+    if unreadable:  # the run is none the worse for it, but no book shows it
+        manifest["unreadable"] = unreadable
     run = harvest(clean, request.notebook, request.protocol, request.folder, manifest)
     put(request.store, text, run)
     _drop(request)

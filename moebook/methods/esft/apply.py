@@ -216,8 +216,9 @@ def lora(
     """Freeze a mixture and put LoRA on it in place, with PEFT.
 
     On modules that the paper leaves open: the linear layers of attention, of dense layers' MLPs and
-    of shared experts, and the routed experts' fused tensors, to which PEFT adds one product of rank
-    ``rank`` per expert (a fused gate and up share it), times ``scale``; or on ``attention`` alone.
+    of shared experts, and the routed experts' fused tensors; or on ``attention`` alone. PEFT adds
+    to a fused tensor one product of rank ``rank`` per expert (a fused gate and up share it), times
+    ``scale``.
     """
     _check_plain(model)
     layers = anatomy(model).layers

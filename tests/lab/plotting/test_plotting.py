@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from scipy import stats
 
@@ -237,13 +238,66 @@ def test_growth_has_logarithmic_axes_and_the_roof_is_flat_from_its_edge_on():
     assert roof == pytest.approx(np.array([[5, 50], [10, 100], [80, 100]]))
 
 
-@pytest.mark.parametrize("least", [0.0013, 0.06, 0.0098, 2.1, 730.0])
-@pytest.mark.parametrize("spread", [1.05, 1.3, 2.0, 3.7, 4.9, 5.1, 9.0, 41.0, 1e4])
-def test_growth_is_readable_whatever_was_measured(least, spread):
-    line = np.array([[1.0, least], [4096, least * spread]])
-    panels = {f"experts, {letter}": {"ours": line} for letter in "TEKD"}
-    figure = speed.growth(panels, xlabel="value", ylabel="ms")
-    assert [*charts.faults(figure)] == []
+OPS = "route split_experts lora_mixture balance_loss duplicates pesc_step".split()
+
+
+def measured(draw):
+    """A time and how much longer another one took: from no longer to ten thousand times."""
+    return 10.0 ** draw.uniform(-4, 4), 1 + 10.0 ** draw.uniform(-2, 4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_figures_of_times_are_readable_whatever_was_measured(seed):
+    draw = np.random.default_rng(seed)
+    panels = {}
+    bars = []
+    reached = {}
+    for op in OPS:
+        for letter in "TEN":
+            least, spread = measured(draw)
+            ours = np.array([[4.0, least], [64, 1.1 * least], [4096, least * spread]])
+            series = {"ours": ours, "fastest other": 1.1 * ours, "floor": ours / 1.1}
+            panels[f"{op}, {letter}"] = series
+        for contender in ("eager", "PEFT's LoRA", "frozen layer alone"):
+            bars.append([f"{op}, 64 tokens", contender, measured(draw)[1], 0.9])
+        reached[op.replace("_", " ")] = (measured(draw)[1], 1e9 * measured(draw)[1])
+    figures = {
+        "growth": speed.growth(panels, xlabel="value of the letter", ylabel="ms"),
+        "multiples": speed.multiples(
+            pd.DataFrame(bars, columns=TIMES.columns), xlabel="time over ours"
+        ),
+        "roof": speed.roofline(reached, flops=1e11, bandwidth=1e10),
+    }
+    assert {name: [*charts.faults(figure)] for name, figure in figures.items()} == {
+        "growth": [],
+        "multiples": [],
+        "roof": [],
+    }
+    for axes in figures["growth"].axes:  # and each says how long anything took
+        assert not axes.get_visible() or _numbers(axes.yaxis), axes.get_title()
+
+
+def _numbers(axis):
+    """The numbers that an axis shows."""
+    return axis.get_major_formatter().format_ticks(axis.get_majorticklocs())
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "numbers"),
+    [
+        (0.055, 0.085, ["0.06", "0.07", "0.08"]),
+        (0.9, 11, ["1", "2", "5", "10"]),
+        (0.5, 200_000, ["1", "10", "100", "1000", "10000", "100000"]),
+        (3, 4, ["3.2", "3.4", "3.6", "3.8"]),
+    ],
+)
+def test_a_logarithmic_axis_has_as_many_round_numbers_as_it_has_room_for(
+    least, most, numbers
+):
+    axes = Figure(figsize=(2, 1.2), dpi=100).subplots()
+    axes.set(yscale="log", ylim=(least, most))
+    charts.logarithmic(axes.yaxis)
+    assert _numbers(axes.yaxis) == numbers
 
 
 curves = partial(plotting.curves, {"a": [1.0]}, **STEPS)

@@ -64,6 +64,23 @@ def test_our_own_warnings_are_found_each_once_in_their_order():
     assert found == [idle, "W-BASE: 2 LoRAs"]
 
 
+def test_what_cannot_be_read_in_a_figure_is_told_with_its_name():
+    of_python = "/x/charts.py:500: UserWarning: {}\n  return finished(figure)\n"
+    figure = {"mystnb": {"figure": {"name": "fig-a", "caption": "A."}}}
+    cells = []
+    for text, metadata in (
+        ("W-FIGURE: 'a' lies over 'b'", figure),
+        ("W-IDLE: lr", figure),
+        ("W-FIGURE: 'nan' says NaN", {}),
+    ):
+        stream = new_output("stream", name="stderr", text=of_python.format(text))
+        cells.append(new_code_cell("x", outputs=[stream], metadata=metadata))
+    assert publish.unreadable(new_notebook(cells=cells)) == [
+        "figure fig-a: 'a' lies over 'b'",
+        "figure of In [3]: 'nan' says NaN",
+    ]
+
+
 def test_text_and_tables_stay_and_colours_stderr_paths_and_other_types_go():
     written = "<script>evil()</script>"
     assert _shown("text/plain", written) == written, (

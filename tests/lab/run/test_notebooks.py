@@ -28,16 +28,9 @@ def run(recipes, forks):
         ):  # whose name is short enough for sockets
             forks.begin(recipes, temporary, "run", name, f"--on={protocol}", *options)
             assert forks.end() == 0, forks.told.read_text()
-        # What a reader could not read in a figure (`charts.faults`). Where a label lies depends
-        # on what was measured, if that is time: test_plotting.py draws such figures.
-        unreadable = [
-            line for line in forks.told.read_text().splitlines() if "W-FIGURE" in line
-        ]
-        if name == "kernels":
-            unreadable = [line for line in unreadable if " lies over " not in line]
-        assert unreadable == []
         (page,) = (recipes / "runs" / "mine" / name).glob("*.ipynb")
         run = records.read_run(page.with_suffix(".parquet"))
+        assert run.manifest.get("unreadable") is None
         cells = json.loads(page.read_text())["cells"]
         outputs = []
         for cell in cells:
