@@ -324,10 +324,12 @@
       const within = (x) => Math.min(most, Math.max(low, x));
       const scale = (x) => left + 8 + ((right - left - 16) * (within(x) - low)) / (most - low || 1);
       const bottom = 40 + high * points.length;
-      const marks = points.flatMap(({ id, scale: where, value, low, high: top, sure }, place) => {
+      const short = (said, most) => (said.length > most ? `${said.slice(0, most - 1).trimEnd()}…` : said);
+      const marks = points.flatMap(({ id, said, scale: where, value, low, high: top, sure }, place) => {
         const y = 40 + high * place + (narrow ? 26 : 10);
         const kind = sure ? (value > 0 ? "holds" : "fails") : "open";
-        return [svg("a", { href: `#${id}` }, text(0, narrow ? y - 10 : y + 4, id)),
+        const label = text(0, narrow ? y - 10 : y + 4, short(said, narrow ? Math.floor(width / 8) : 34));
+        return [svg("a", { href: `#${id}`, "aria-label": said }, label),
           line(scale(low), y, scale(top), y, kind),
           svg("circle", { cx: scale(value), cy: y, r: 4, class: kind, "data-value": value }),
           text(width, y + 4, where, { class: "note", "text-anchor": "end" })];
@@ -342,7 +344,8 @@
     const draw = () => {
       const rows = [...table.tBodies[0].rows].filter((row) => !row.hidden && row.dataset.points);
       const points = rows.flatMap((row) => JSON.parse(row.dataset.points)
-        .map(([unit, id, scale, value, low, high, sure]) => ({ unit, id, scale, value, low, high, sure })));
+        .map(([unit, , scale, value, low, high, sure]) =>
+          ({ unit, id: row.id, said: row.cells[0].firstChild.textContent.trim(), scale, value, low, high, sure })));
       const units = [...new Set(points.map((point) => point.unit))];
       const count = (side) => points.filter((point) => point.sure && point.value * side > 0).length;
       told.textContent = `${points.length} interval${points.length === 1 ? "" : "s"}: ${count(1)} as claimed, ${count(-1)} against it, ` +

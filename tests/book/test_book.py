@@ -51,8 +51,10 @@ def _notebook(name="pesc"):
         for text in (formula, "## Accuracy of the dense model")
     ]
     png = {"image/png": base64.b64encode(figure.getvalue()).decode()}
+    undrawn = {"mystnb": {"figure": {"caption": "Undrawn.", "name": "fig-undrawn"}}}
     cells += [
         _code(png, {}, picture),
+        _code({"text/plain": "'Nothing ran.'"}, {}, undrawn),
         _code({"text/html": table}, {}, {}),
         _code(value, glue, {}),
     ]
@@ -198,6 +200,7 @@ def test_all_pages_are_rendered_and_a_live_one_has_a_badge_and_leads_to_its_find
     assert re.search(r'href="01_pesc_findings.html"><span[^>]*>the findings', live)
     assert "moe-cost" in live
     assert "moe-cost" not in findings
+    assert "Nothing ran." in live and "Undrawn." not in live
     start = r'href="https://colab\S+?/blob/main/(\S+?)"'
     for page in book.notebook_pages(project):
         ways = re.findall(start, _page(site, f"notebooks/{page}"))

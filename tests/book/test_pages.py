@@ -352,13 +352,33 @@ def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(p
     live = pages.badge(_ran(3, "smoke"), project)
     assert "numbers mean nothing" in live
     assert "Full-size runs: nano (2 seeds)" in live
-    assert "their results: [the findings](01_pesc_findings.ipynb)" in live
+    assert "full-size runs show: [the findings](01_pesc_findings.ipynb)" in live
     (project / "notebooks" / "01_pesc_findings.ipynb").unlink()
     live = pages.badge(_ran(3, "smoke"), project)
-    assert "their results: [the records](../records.md)" in live
+    assert "full-size runs show: [the records](../records.md)" in live
     assert "Full-size runs" not in pages.badge(
         replace(_ran(0), notebook="esft"), project
     )
+
+
+def test_the_set_up_of_a_page_is_one_folded_cell():
+    def cell(source, *tags):
+        return {"cell_type": "code", "source": source, "metadata": {"tags": tags}}
+
+    cells = [
+        cell("import sys", "install", "remove-cell"),
+        cell("a: int = 1", "parameters", "hide-input"),
+        cell("a = 2", "injected-parameters"),
+        cell("run = begin(In, globals())", "hide-input"),
+        cell("a"),
+    ]
+    shown = [*pages._with_one_set_up(cells)]
+    assert [one["source"] for one in shown] == [
+        "import sys",
+        "a: int = 1\n\na = 2\n\nrun = begin(In, globals())",
+        "a",
+    ]
+    assert shown[1]["metadata"]["tags"] == ("hide-input",)
 
 
 PAGES = sorted((ROOT / "book").glob("*_exercises.md"))

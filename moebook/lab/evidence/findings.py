@@ -15,6 +15,7 @@ from moebook import experiments, storage
 from moebook.errors import nearest, refuse
 from moebook.intervals import interval
 from moebook.lab import papers, plotting, records
+from moebook.lab.evidence import prose
 from moebook.lab.evidence.verdicts import (
     LABELS,
     Measurement,
@@ -201,8 +202,16 @@ def promises(rows: Iterable[Row]) -> Any:
             points.append(["points", label, scale, *numbers, decided, printed])
     frame = pd.DataFrame(points, columns=[*COLUMNS, "printed"])
     frame = frame.assign(series="here, 95 % interval").astype({"printed": float})
-    title = "The gain that each paper reports, and what we measured"
+    clear = int((frame.sure & (frame.value > 0)).sum())
+    title = f"Of {len(frame)} promised gains, {clear or 'none'} clear at {SMALL}"
     return plotting.forest(frame, xlabel="gain in correct answers", title=title)
+
+
+def headline(text: str, pools: Mapping[str, Pool]) -> str:
+    """Write what a figure shows: words that depend on numbers follow the pools (see `prose`)."""
+    notebook = next(iter(pools.values())).notebook
+    evidence = prose.Evidence({notebook: pools}, home=f"{notebook}/")
+    return prose.filled(text, evidence, f"a headline of {notebook}")
 
 
 def intervals(row: Row, several: bool = True) -> list[list[object]]:
@@ -240,11 +249,13 @@ def differences(
     *,
     xlabel: str,
     title: str,
+    names: Mapping[str, str] = {},
 ) -> Any:
     """Draw values less others, paired by seed and item, with intervals at 95 %, pool by pool.
 
     Each pool comes with its pairs: a line's text to two values' names, or to one and a number.
-    Colours are scales. Pairs that a pool lacks are left out; None where there is none.
+    Colours are pools, called by their scales, or by protocol as in ``names``. Pairs that a
+    pool lacks are left out; None where there is none.
     """
     points = []
     for pool, pairs in parts:
@@ -256,7 +267,8 @@ def differences(
             panel, factor = PANELS.get(unit, (unit, 1.0))
             value, low, high = (factor * x for x in (effects.mean(), *ends))
             sure = len(effects) >= SEEDS and low * high > 0
-            points.append([panel, line, pool.scale, value, low, high, sure])
+            series = names.get(pool.protocol, pool.scale)
+            points.append([panel, line, series, value, low, high, sure])
     frame = pd.DataFrame(points, columns=COLUMNS)
     return plotting.forest(frame, xlabel=xlabel, title=title)
 

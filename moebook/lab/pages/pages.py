@@ -11,7 +11,7 @@ import json
 import pkgutil
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -377,19 +377,26 @@ def _complete(app: Any) -> None:
 
 
 def _insert(app: Any, docname: str, source: list[str]) -> None:
-    """Fold what a tier sets in an executed notebook that measures; put the badge on top."""
+    """Fold the set-up of an executed notebook that measures into one cell; put the badge on top.
+
+    Where a cell has drawn nothing, and says so, no caption stands below.
+    """
     if not docname.startswith("notebooks/"):
         return
-    findings = docname.endswith("_findings")
     notebook = json.loads(source[0])
     for cell in notebook["cells"]:
-        tags = cell["metadata"].get("tags", [])
-        if "injected-parameters" in tags:
-            # A page of findings trains nothing: its tier says nothing to a reader.
-            tags.append("remove-cell" if findings else "hide-input")
-    if findings:
+        shown = [output.get("data", {}) for output in cell.get("outputs", ())]
+        if not any("image/png" in data for data in shown):
+            cell["metadata"].get("mystnb", {}).pop("figure", None)
+    if docname.endswith("_findings"):
+        for cell in notebook["cells"]:
+            tags = cell["metadata"].get("tags", [])
+            if "injected-parameters" in tags:
+                # The page trains nothing: its tier says nothing to a reader.
+                tags.append("remove-cell")
         source[0] = json.dumps(notebook)
         return
+    notebook["cells"] = [*_with_one_set_up(notebook["cells"])]
     path = Path(app.srcdir) / f"{docname}.parquet"
     app.env.note_dependency(str(path))
     text = badge(records.read_run(path), path.parents[2])
@@ -397,6 +404,19 @@ def _insert(app: Any, docname: str, source: list[str]) -> None:
         1, {"cell_type": "markdown", "metadata": {}, "source": text}
     )
     source[0] = json.dumps(notebook)
+
+
+def _with_one_set_up(cells: Iterable[Any]) -> Iterator[Any]:
+    """Yield cells, those that hold parameters as the first lines of the cell after them."""
+    parameters: list[str] = []
+    for cell in cells:
+        source = "".join(cell["source"])
+        tags = cell["metadata"].get("tags", [])
+        if {"parameters", "injected-parameters"} & {*tags}:
+            parameters.append(source)
+            continue
+        yield {**cell, "source": "\n\n".join([*parameters, source])}
+        parameters = []
 
 
 def _mend(

@@ -29,7 +29,15 @@ from moebook.errors import located, refuse, refuse_unknown, shown
 from moebook.lab import records
 from moebook.lab.records.runs import Run, plain, restored
 from moebook.lab.run import parameters, sources
-from moebook.lab.run.session import CURVE, GLUE, NOTE, RECORDED, VALUE, injected
+from moebook.lab.run.session import (
+    ABSENT,
+    CURVE,
+    GLUE,
+    NOTE,
+    RECORDED,
+    VALUE,
+    injected,
+)
 from moebook.lab.run.sources import Notebook
 
 NOTES: dict[str, type[dict] | type[list] | type[str]] = {
@@ -266,7 +274,10 @@ def _name_alone(path: re.Match[str]) -> str:
 
 
 def reduced_table(text: str) -> str | None:
-    """Return the HTML of a table (pandas') with text, structure and classes only, else None."""
+    """Return the HTML of a table (pandas') with text, structure and classes only, else None.
+
+    What pandas writes as NaN is a dash: nothing was measured there.
+    """
     parser = lxml.html.HTMLParser(huge_tree=True)
     tree = lxml.html.document_fromstring(f"<body>{text}", parser).body
     etree.strip_elements(tree, *_SILENT, etree.Comment, etree.PI, with_tail=False)
@@ -277,6 +288,9 @@ def reduced_table(text: str) -> str | None:
             del element.attrib[name]
     if tree.find(".//table") is None:
         return None
+    for cell in tree.iter("td"):
+        if cell.text == "NaN":
+            cell.text = ABSENT
     tree.attrib.clear()
     written: str = etree.tostring(tree, method="html", encoding="unicode")
     return written.removeprefix("<body>").removesuffix("</body>").strip()

@@ -139,9 +139,23 @@ def test_promises_are_drawn_for_what_ran_and_open_where_nothing_is_decided():
     labels = [text.get_text() for text in axes.get_yticklabels()]
     assert labels == [findings.PROMISES[CLAIM.id]]
     assert axes.lines[1].get_markerfacecolor() != "white"
+    assert figure.get_suptitle() == "Of 1 promised gains, 1 clear at 1 M"
     open_one = findings.promises([decided(CLAIM, pool(*OPEN))])
     assert open_one.axes[0].lines[1].get_markerfacecolor() == "white"
+    assert open_one.get_suptitle() == "Of 1 promised gains, none clear at 1 M"
     assert findings.promises([row(CLAIM, []), COMPUTED]) is None
+
+
+def test_a_headline_follows_the_pools_and_stops_where_no_reading_fits():
+    text = f"Sparse {{leads | trails: {CLAIM.value} less {CLAIM.reference} in nano}}"
+    assert findings.headline(text, {"nano": pool(*HOLDS)}) == "Sparse leads"
+    assert findings.headline(text, {"nano": pool(*FAILS)}) == "Sparse trails"
+    refused(
+        "E-PROSE: a headline of pesc: .*not apart from zero",
+        findings.headline,
+        text,
+        {"nano": pool(*OPEN)},
+    )
 
 
 def test_what_a_verdict_rests_on_is_said_for_arms_that_no_value_names_and_not_for_floors():

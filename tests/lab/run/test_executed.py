@@ -112,7 +112,9 @@ def test_text_and_tables_stay_and_colours_stderr_paths_and_other_types_go():
         assert (outputs[0]["data"], counts) == ({"text/plain": "plain"}, {mime: 1})
         assert _shown(mime, "alert(1)") is None
     frame = pd.DataFrame({"a < b": [0.5], "text": ["<img src=x onerror=evil()>"]})
-    shown = _shown("text/html", frame._repr_html_())
+    shown = _shown("text/html", frame.assign(c=float("nan"))._repr_html_())
+    assert "NaN" not in shown
+    assert "<td>–</td>" in shown
     assert "<style" not in shown
     assert "<img" not in shown
     assert 'class="dataframe"' in shown
