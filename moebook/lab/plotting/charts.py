@@ -151,10 +151,11 @@ def heatmap(
     numbered = every.size <= 200  # more would not be readable
     for index, (axes, table) in enumerate(zip(cells, tables.values(), strict=True)):
         image = axes.imshow(table, vmin=low, vmax=high, aspect="auto")
-        axes.set_xticks(range(len(columns)), columns)
+        axes.set_xticks(range(len(columns)), [spoken(name) for name in columns])
         tilt_when_long(axes, columns, across)
         first = index % across == 0  # the others stand right of the same names
-        axes.set_yticks(range(len(rows)), rows if first else [""] * len(rows))
+        names = [spoken(name) if first else "" for name in rows]
+        axes.set_yticks(range(len(rows)), names)
         axes.tick_params(length=0)
         axes.grid(False)
         axes.spines[:].set_visible(False)
@@ -189,7 +190,7 @@ def loads(shares: Series, *, title: str = "") -> Figure:
     The number in a segment is its expert's; dotted lines mark the borders of equal
     shares. ``shares`` is the row's name to the experts' shares ``[E]``, which sum to 1.
     """
-    table = {name: np.asarray(row, dtype=float) for name, row in shares.items()}
+    table = {spoken(row): np.asarray(parts, float) for row, parts in shares.items()}
     experts = len(next(iter(table.values())))
     for name, row in table.items():
         if row.shape != (experts,):
@@ -389,7 +390,7 @@ def _effects(axes: Axes, effects: pd.DataFrame, names: list[str]) -> None:
         if "printed" in rows and rows.printed.notna().all():
             axes.plot(rows.printed.iloc[0], place, **PRINTED)
     axes.axvline(0, color=INK, lw=1)
-    labels = [textwrap.fill(str(line), BESIDE) for line in lines.groups]
+    labels = [textwrap.fill(spoken(str(line)), BESIDE) for line in lines.groups]
     axes.set_yticks(range(len(lines)), labels, fontsize=8.5)
     axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.grid(axis="x")
@@ -436,7 +437,7 @@ def grid(
     plt.close(figure)
     panels = list(cells.flat[: len(names)])
     for axes, name in zip(panels, names, strict=True):
-        axes.set_title(name, fontsize=10 if across < 3 else 8.5, pad=5)
+        axes.set_title(spoken(name), fontsize=10 if across < 3 else 8.5, pad=5)
     for axes in cells.flat[len(names) :]:
         axes.set_visible(False)
     for axes in panels[-across:]:
@@ -560,13 +561,17 @@ def legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
     """Put the legend below the axes, and its lines onto the height; one entry needs none."""
     if len(handles) < 2 and not any("\n" in name for name in handles):
         return
-    longest = max(len(line) for name in handles for line in name.splitlines())
-    columns = max(1, min(len(handles), ACROSS // (longest + 6)))
-    lines = math.ceil(len(handles) / columns) * (
-        1 + max(n.count("\n") for n in handles)
-    )
+    names = [spoken(name) for name in handles]
+    longest = max(len(line) for name in names for line in name.splitlines())
+    columns = max(1, min(len(names), ACROSS // (longest + 6)))
+    lines = math.ceil(len(names) / columns) * (1 + max(n.count("\n") for n in names))
     figure.set_figheight(figure.get_figheight() + LINE * lines)
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns)
+    figure.legend(handles.values(), names, loc="outside lower center", ncols=columns)
+
+
+def spoken(name: str) -> str:
+    """Write the name of a task or an arm as words: ``intent_json`` is "intent json"."""
+    return name.replace("_", " ")
 
 
 def logarithmic(axis: Axis) -> None:

@@ -96,7 +96,7 @@ def growth(
     figure, cells = grid(list(panels), 4, 1.0, xlabel, ylabel, title)
     handles: dict[str, Artist] = {}
     for axes, name, panel in zip(cells, panels, curves, strict=True):
-        axes.set_title(name, fontsize=7.5, pad=3)
+        axes.set_title(charts.spoken(name), fontsize=7.5, pad=3)
         for series, line in panel.items():
             width = 2 if series == "ours" else 1
             (curve,) = axes.plot(*line.T, lw=width, ms=3, **looks[series])
