@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
+from matplotlib.axis import Axis, XAxis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
@@ -576,7 +576,7 @@ def spoken(name: str) -> str:
 
 def logarithmic(axis: Axis) -> None:
     """Number a logarithmic axis as one reads it, by as many round numbers as it has room for."""
-    axis.set_major_locator(Round())
+    axis.set_major_locator(Round(axis))
     axis.set_major_formatter("{x:g}")
     axis.minorticks_off()
 
@@ -589,9 +589,15 @@ class Round(LogLocator):
     none fits, a single tick is left.
     """
 
+    def __init__(self, axis: Axis) -> None:
+        """Number an axis; how long it is, and how large its labels, is asked when it is drawn."""
+        super().__init__()
+        self.numbered = axis
+        self.is_level = isinstance(axis, XAxis)
+
     def __call__(self) -> list[float]:
         """Return the ticks of the axis as it is now."""
-        return self.tick_values(*self.axis.get_view_interval())
+        return self.tick_values(*self.numbered.get_view_interval())
 
     def tick_values(self, vmin: float, vmax: float) -> list[float]:
         """Return the ticks of an interval of positive numbers."""
@@ -606,7 +612,7 @@ class Round(LogLocator):
 
     def _lies_inside(self, tick: float, low: float, high: float) -> bool:
         """Whether a label keeps clear of those of the other axis and of the next panel."""
-        room = self._extent(tick) / (2 if self.axis.axis_name == "x" else 6)
+        room = self._extent(tick) / (2 if self.is_level else 6)
         return room <= self._place(tick, low, high) <= self._length() - room
 
     def _are_apart(self, ticks: Sequence[float], low: float, high: float) -> bool:
@@ -622,16 +628,17 @@ class Round(LogLocator):
 
     def _length(self) -> float:
         """Length of the axis in points."""
-        box = self.axis.axes.get_window_extent()
-        pixels = box.width if self.axis.axis_name == "x" else box.height
-        return float(72 * pixels / self.axis.figure.dpi)
+        axes = self.numbered.axes
+        box = axes.get_window_extent()
+        pixels = box.width if self.is_level else box.height
+        return float(72 * pixels / axes.figure.dpi)
 
     def _extent(self, tick: float) -> float:
         """Points that a label takes along the axis, a gap included."""
-        (first,) = self.axis.get_major_ticks(1)
+        (first,) = self.numbered.get_major_ticks(1)
         size = float(first.label1.get_fontsize())
         across = 0.64 * len(f"{tick:g}") + 0.5  # a digit, in heights of the font
-        return size * (across if self.axis.axis_name == "x" else 1.3)
+        return size * (across if self.is_level else 1.3)
 
 
 def _round_numbers(low: float, high: float) -> Iterator[list[float]]:
