@@ -152,7 +152,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 def refuse_unknown(name: str, choices: Iterable[str], code: str, message: str) -> None:
     """Refuse a name that is none of the choices; the `nearest` of them follow the message."""
-    if name not in choices:
+    if not isinstance(name, str) or name not in choices:  # a list has no hash
         refuse(code, f"{message} {nearest(name, choices)}")
 
 

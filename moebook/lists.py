@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from moebook.errors import refuse, refuse_unknown
+from moebook.errors import refuse, refuse_unknown, shown
 
 ALL = "all"  # what a parameter that lists arms says for all of them
 
 
 def listed(name: str, text: str, known: Iterable[str]) -> list[str]:
     """Split a parameter that lists known names with commas, each once; empty for none."""
-    names = [part for part in text.split(",") if part]
+    names = [part for part in _parts(name, text) if part]
     choices = list(known)
     for place, one in enumerate(names):
         refuse_unknown(one, choices, "E-RANGE", f"{name} lists '{one}':")
@@ -39,7 +39,7 @@ def rates(name: str, text: str) -> list[float]:
 def _each_once(name: str, text: str, read: Callable[[str, str], float]) -> list[float]:
     """Read each part of a list; two are the same if recorded values would name them alike."""
     found: dict[str, float] = {}
-    for part in text.split(","):
+    for part in _parts(name, text):
         if not part.strip():
             continue
         number = read(f"{name} lists '{part.strip()}'", part)
@@ -61,7 +61,7 @@ def rates_by_name(
     """
     found: dict[str, float] = {}
     choices = None if known is None else list(known)
-    for part in text.split(","):
+    for part in _parts(name, text):
         if not part.strip():
             continue
         one, equals, number = (piece.strip() for piece in part.partition("="))
@@ -76,6 +76,13 @@ def rates_by_name(
             refuse("E-RANGE", f"{name} names '{one}' twice: give it one rate")
         found[one] = _rate(f"{name} gives {one} '{number}'", number)
     return found
+
+
+def _parts(name: str, text: str) -> list[str]:
+    """Split a text at its commas; a list that is split already is refused (E-TYPE)."""
+    if not isinstance(text, str):
+        refuse("E-TYPE", f"{name} is {shown(text)}, expected a text with commas")
+    return text.split(",")
 
 
 def _number(given: str, text: str) -> float:

@@ -138,6 +138,9 @@ def columns(
             _refuse_table(f"with columns {have}, expected one with '{missing[0]}'")
         if not len(table):
             _refuse_table("without rows, expected at least one")
+        for name in texts.split():
+            if table[name].isna().any():  # a group by it would lack these rows
+                _refuse_table(f"with a row that has no '{name}'")
         for name in numeric:
             column = table[name]
             if column.dtype.kind not in "biuf":

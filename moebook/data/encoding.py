@@ -11,7 +11,9 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from moebook.data.reading import field
 from moebook.errors import refuse, refuse_unknown
+from moebook.kernels.dispatch import natural
 from moebook.nn.batch import IGNORED
 
 
@@ -62,8 +64,10 @@ def encode(
     >>> tokenizer.decode(learnt, skip_special_tokens=True)
     '2'
     """
-    if max_length is not None and max_length < 2:
-        refuse("E-RANGE", f"max_length is {max_length}, expected at least 2 tokens")
+    if max_length is not None:
+        natural("encode", "max_length", max_length)
+        if max_length < 2:
+            refuse("E-RANGE", f"max_length is {max_length}, expected at least 2 tokens")
     if not rows:
         refuse("E-DATA", "no rows to encode; expected at least one")
     refuse_unknown(format, FORMATS, "E-DATA", f"unknown chat format '{format}':")
@@ -101,10 +105,10 @@ def encode(
 
 
 def _rendered(row: Mapping[str, str], form: Format, index: int) -> tuple[str, str]:
-    for name in ("prompt", "answer"):
-        if not isinstance(row.get(name), str):
-            refuse("E-DATA", f"row {index}: field '{name}' is missing or not text")
-    return form.render(row["prompt"], row["answer"], row.get("system") or "")
+    where = f"row {index}"
+    prompt = field(row, "prompt", where)
+    answer = field(row, "answer", where)
+    return form.render(prompt, answer, field(row, "system", where, default=""))
 
 
 def padded(

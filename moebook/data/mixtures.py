@@ -7,6 +7,8 @@ import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from pydantic import SkipValidation
+
 from moebook.data import tasks
 from moebook.data.reading import field as text_field
 from moebook.data.tasks.task import shipped
@@ -51,7 +53,10 @@ def draw(names: Each[str], split: str, most: Count, seed: int = 0) -> list[Row]:
     return mixture(sizes, split, seed)
 
 
-def grouped(rows: Each[Row], field: str = "domain") -> dict[str, list[Row]]:
+@checked
+def grouped(
+    rows: SkipValidation[Iterable[Row]], field: str = "domain"
+) -> dict[str, list[Row]]:
     """Sort rows into groups by a field, in the order of its values."""
     groups: dict[str, list[Row]] = {}
     for number, row in enumerate(rows):

@@ -117,6 +117,9 @@ def field(
     row: Mapping[str, Any], name: str, where: str, default: str | None = None
 ) -> str:
     """Take a text field of a raw row (see `clean`), or the default where it is null."""
+    if not isinstance(row, Mapping):
+        kind = type(row).__name__
+        refuse("E-DATA", f"{where}: a row is {kind}, expected fields by name")
     value = row.get(name)
     if value is None and default is not None:
         return default

@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ RANGES = (
     (re.compile("theta$"), 1e-9, math.inf),
     (re.compile("^max_position_embeddings$"), 0, math.inf),  # 0: it says none
 )
+TAGGED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 PER_TOKEN = (
     "num_experts_per_tok",
@@ -59,7 +61,7 @@ def check_values(content: Mapping[str, Any], where: object) -> None:
         if isinstance(
             value, Mapping
         ):  # transformers writes NaN as {"__float__": "NaN"}
-            value = math.nan if value.get("__float__") == "NaN" else None
+            value = TAGGED.get(str(value.get("__float__")))
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if math.isnan(value):
@@ -162,14 +164,20 @@ def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end an answer: the tokenizer's, the generation config's.
 
     Chat models of Gemma and Llama 3 end a turn with one that the tokenizer does not
-    name.
+    name. Whole numbers alone name a token: "9" and 9.5 do not (E-CONFIG).
     """
     ends = {tokenizer.eos_token_id}
     listed = getattr(
         getattr(_host(model), "generation_config", None), "eos_token_id", None
     )
-    ends |= set(listed) if isinstance(listed, list | tuple) else {listed}
-    return frozenset(int(token) for token in ends if token is not None)
+    for token in listed if isinstance(listed, list | tuple) else [listed]:
+        if token is None:
+            continue
+        if not isinstance(token, Integral) or isinstance(token, bool):
+            names = f"the generation config's eos_token_id names {shown(token)}"
+            refuse("E-CONFIG", f"{names}, expected a token's number or a list of them")
+        ends.add(int(token))
+    return frozenset(token for token in ends if token is not None)
 
 
 def keeps_cache(model: nn.Module) -> bool:

@@ -21,7 +21,11 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+)
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -34,9 +38,15 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from moebook.errors import Refusal, nearest, refuse, refuse_unknown
+from moebook.errors import Refusal, located, nearest, refuse, refuse_unknown
 from moebook.models import checkpoint
-from moebook.models.conventions import check, check_quantised, check_values, items
+from moebook.models.conventions import (
+    check,
+    check_quantised,
+    check_values,
+    end_tokens,
+    items,
+)
 from moebook.nn import settle
 from moebook.runtime import resolve_device
 from moebook.storage import digest, read_json
@@ -88,6 +98,8 @@ def load(
         refuse("E-VOCAB", f"{folder}: {more}")
     model = model.to(device).eval()
     settle(model)
+    with located(folder):
+        end_tokens(model, tokenizer)
     with quiet():
         check(model, folder)
     return model, tokenizer
@@ -133,10 +145,20 @@ def on_hub(name: str) -> Path | None:
         moves = f"the hub's revision '{revision or 'main'}' is no commit"
         neither = f"'{repo}' is no folder here, and {moves} (a branch may move)"
         refuse("E-PIN", f"{neither}: org/name@<40 hex digits>")
-    try:
+    with fetching(name):
         return Path(
             snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES)
         )
+
+
+@contextmanager
+def fetching(name: str) -> Iterator[None]:
+    """Tell in one line why the hub, and the cache of what it gave, lack a name."""
+    try:
+        yield
+    except HFValidationError as error:
+        expected = "expected org/name@<40 hex digits of a commit>"
+        refuse("E-MODEL", f"'{name}' is no name of the hub ({error}); {expected}")
     except (LocalEntryNotFoundError, OSError, HfHubHTTPError) as error:
         kind = type(error).__name__
         refuse("E-OFFLINE", f"{name} is not cached nor fetched ({kind}); connect")

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -31,7 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from moebook.errors import nearest, refuse, refuse_unknown
 from moebook.models.anatomy import anatomy
 from moebook.models.conventions import check_values
-from moebook.models.load import LAYERS, quiet, telling
+from moebook.models.load import LAYERS, fetching, quiet, telling
 from moebook.storage import formed, read_json
 
 FUSED = "counted"  # our attention among the implementations of transformers
@@ -59,13 +58,8 @@ def configuration(name: str) -> PreTrainedConfig:
                 "E-MODEL",
                 f"no configuration '{name}': {known}, a folder, or org/name@commit",
             )
-        try:
+        with fetching(name):
             file = Path(hf_hub_download(repo, "config.json", revision=revision))
-        except (LocalEntryNotFoundError, OSError, HfHubHTTPError) as error:
-            refuse(
-                "E-OFFLINE",
-                f"{name} is not cached nor fetched ({type(error).__name__})",
-            )
     return _built(read_json(file), str(file))
 
 

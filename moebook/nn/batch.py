@@ -34,8 +34,13 @@ def check_batch(
     `training.batches`, which go with ``logits_to_keep``, begin later. Values on a GPU are not
     looked at, which would wait for it.
     """
+    if not isinstance(batch, Mapping):
+        refuse(
+            "E-TYPE",
+            f"{who}: the batch is a {type(batch).__name__}, expected {IDS} by name",
+        )
     for name in (IDS, *needs):
-        if name not in batch:
+        if batch.get(name) is None:
             have = ", ".join(batch) or "nothing"
             refuse("E-DATA", f"{who}: the batch holds {have}, expected {name}")
 

@@ -131,6 +131,26 @@ def test_a_claim_that_ended_is_shown_as_withdrawn_with_the_verdict_that_it_had(f
     assert findings.intervals(row) == []
 
 
+def test_withdrawn_runs_say_what_moved_when_their_seeds_ran_again(tmp_path):
+    """By hand: 0.2 and 0.4 were withdrawn, 0.5 and 0.7 ran; a third seed is not compared."""
+    name = "pesc/adapters/accuracy"
+    places = {"results/withdrawn/pesc": (0.2, 0.4), "results/pesc": (0.5, 0.7, 0.9)}
+    for place, numbers in places.items():
+        for seed, number in enumerate(numbers):
+            values = (Value(name, number, "share"),)
+            run = Run("pesc", "nano", "study", seed, values)
+            write_run(tmp_path / place / "nano" / f"{seed}.parquet", run)
+    entry = {"runs": "pesc/nano", "withdrawn": "a day", "because": "x", "instead": "y"}
+    listed = tmp_path / "results" / "withdrawn" / "withdrawn.yaml"
+    listed.write_text(json.dumps([entry | {"moved": [name]}]))
+    page = pages.withdrawn(tmp_path)
+    assert f"What moved, as means over these seeds: `{name}` from 0.3 to 0.6." in page
+    listed.write_text(json.dumps([entry]))
+    assert "What moved" not in pages.withdrawn(tmp_path)
+    listed.write_text(json.dumps([entry | {"moved": ["pesc/none"]}]))
+    refused("E-NAME: .*no 'pesc/none' in common", pages.withdrawn, tmp_path)
+
+
 def test_every_scale_has_a_line_smallest_first_and_folds_what_decides_nothing(folder):
     live = _pool(0.3, tier="cpu")
     nano = _pool(0.6)

@@ -216,6 +216,8 @@ def test_answers_are_compared_after_the_tasks_own_normalisation():
         (("gcd", "test", 0), "have 200 rows, need 0"),
         (("gcd", "test", 201), "have 200 rows, need 201"),
         (("copylef", "test", 1), "unknown task 'copylef': did you mean 'copyleft'"),
+        ((3, "test", 1), "unknown task '3'"),
+        ((["gcd"], "test", 1), "unknown task '.'gcd'.'"),
         (("gcd", "tset", 1), "unknown split 'tset': did you mean 'test'"),
     ],
 )

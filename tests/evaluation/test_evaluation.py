@@ -444,6 +444,13 @@ def test_what_cannot_be_done_is_refused(llama, tokenizer):
         Harness(llama, tokenizer, 1).loglikelihood_rolling(
             [request("loglikelihood_rolling", "a")]
         )
+    for token in ([3], "3", None, 2.5, True, 10**9):
+        refused(
+            "E-VOCAB: a context or an answer: .* is no token",
+            Harness(llama, tokenizer, 1).answer,
+            [[4, token]],
+            [(1, ())],
+        )
 
 
 def test_a_context_read_once_gives_what_reading_it_twice_gives(
@@ -637,6 +644,14 @@ def test_benchmarks_weigh_equally_whatever_their_number_of_items(
         TABLE[:0],
         DOMAINS,
     )
+
+
+@pytest.mark.parametrize("missing", [None, np.nan])
+def test_a_row_without_a_task_is_refused_which_no_group_would_have(missing):
+    for name in ("task", "domain"):
+        table = TABLE.assign(**{name: [missing, *TABLE[name][1:]]})
+        words = f"E-DATA: table is a table with a row that has no '{name}'"
+        refused(words, evaluation.by_benchmark, table, DOMAINS)
 
 
 def arm(scores, nats):

@@ -171,6 +171,10 @@ def test_rates_are_read_from_a_list_and_by_name_and_a_rate_beside_the_arms_is_no
     assert lists.rates("rates", "0.004") == [0.004]
     assert lists.rates("rates", "1e-3, 0.5,") == [0.001, 0.5]
     assert lists.rates("rates", "") == []
+    for read in (lists.rates, lists.numbers, lists.rates_by_name):
+        for parted in ([0.004], None, 0.004):
+            refused("E-TYPE: rates is .*expected a text", read, "rates", parted)
+    refused("E-TYPE: tasks is .'a'., expected", lists.listed, "tasks", ["a"], ["a"])
     text = " dense = 0.004, sparse=2e-3 "
     assert lists.rates_by_name("x", text, ["dense", "sparse"]) == {
         "dense": 0.004,

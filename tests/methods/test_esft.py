@@ -392,6 +392,8 @@ def test_groups_that_do_not_fit_are_refused(mixture, batch):
             no_divisor.format(n): lambda n=n: esft.partition(together[1], n)
             for n in (0, 3, 5)
         },
+        "E-TYPE: size is 2.0": lambda: esft.group(model, together, 2.0),
+        "E-SHAPE: similarity: ": lambda: grouping.similarity(wide[:3]),
         "E-RANGE: .* size is 2, no divisor of 8 experts and of 3": lambda: check(
             model, [1, 2]
         ),

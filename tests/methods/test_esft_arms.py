@@ -227,6 +227,10 @@ def test_the_mix_has_the_share_of_alignment_data_asked_for(share, count):
     task, alignment = (
         Dataset.from_dict({"id": range(*ends)}) for ends in [(10,), (1000, 1030)]
     )
+    texts = Dataset.from_dict({"id": list(map(str, alignment["id"]))})
+    words = "E-DATA: the task's rows and the alignment data do not go together"
+    if count:
+        refused(words, esft.mix, task, texts, share, seed=0)
     mixed = sorted(esft.mix(task, alignment, share, seed=0)["id"])
     assert mixed[:10] == list(range(10))
     assert len(mixed) - 10 == len({*mixed[10:]} & {*range(1000, 1030)}) == count

@@ -149,6 +149,8 @@ def test_a_clones_files_are_found_and_read_like_one_of_all_layers(
         (clone / f"expert_weights_{layer}.txt").write_text(lines)
     monkeypatch.setenv("CLONE", str(tmp_path))
     scores, *routing = esft.published("$CLONE", ["toy"])["toy"]
+    refused("E-TYPE: folder.* is 3", esft.published, 3, ["toy"])
+    refused("E-TYPE: tasks.* is None", esft.published, "$CLONE", [None])
     assert list(esft.Scores.load(scores).gate) == [9, 10], "by number, not as texts"
     form = {"experts": 3, "top_k": 2, "pooling": "tokens"}
     both = esft.replay(*routing, **form)

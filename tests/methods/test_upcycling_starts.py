@@ -147,6 +147,9 @@ def test_clouds_hold_a_mean_a_text_of_the_model_and_of_an_untrained_twin(host):
     )
     assert torch.equal(torch.random.get_rng_state(), random_numbers)
     assert clouds["random"].labels.tolist() == [0, 0, 1]
+    half = {"code": ["ab", "\ud83d"]}  # as where a text was cut inside a character
+    words = "E-DATA: texts: field 'code' holds a lone surrogate"
+    refused(words, upcycling.clouds, model, letters, half)
     torch.manual_seed(3)
     networks = {"pretrained": model, "random": type(model)(model.config).eval()}
     for place, text in enumerate(("ab", "q", "xyz")):

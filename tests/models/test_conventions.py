@@ -96,6 +96,16 @@ VALUES = [
     ),
     (
         "llama",
+        {"rms_norm_eps": {"__float__": "Infinity"}},
+        "E-RANGE: .*rms_norm_eps is inf, expected 0 to 1",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_theta": {"__float__": "-Infinity"}}},
+        "E-RANGE: .*rope_theta is -inf",
+    ),
+    (
+        "llama",
         {"rms_norm_eps": -1e-6},
         "E-RANGE: .*rms_norm_eps is -1e-06, expected 0 to 1",
     ),
@@ -392,3 +402,19 @@ def test_ends_are_those_of_tokenizer_and_generation_config(tiny, byte_tokenizer,
     assert end_tokens(loaded, tokenizer) == {1, 9}
     del model.generation_config
     assert end_tokens(model, byte_tokenizer) == {1}
+
+
+@pytest.mark.parametrize(
+    "listed", ["9", 9.5, 9.0, True, [1, "9"], [None, 9.5], [[9]], {}, {"a": 9}]
+)
+def test_an_end_that_is_no_number_of_a_token_is_refused(
+    listed, tiny, byte_tokenizer, saved, tmp_path
+):
+    model = tiny()
+    folder = saved(model)
+    content = json.dumps({"eos_token_id": listed})
+    (tmp_path / "generation_config.json").write_text(content)
+    words = "E-CONFIG: .*generation config's eos_token_id names .*a token's number"
+    refused(words, models.load, folder)
+    model.generation_config.eos_token_id = listed
+    refused(words, InMemory, model, byte_tokenizer, 2)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from moebook import data, models
-from moebook.models import checkpoint
+from moebook.models import checkpoint, skeleton
 from moebook.models.load import PACKAGED
 from moebook.training.batches import Batches
 from tests import refusals
@@ -115,6 +115,15 @@ def test_a_name_that_is_unknown_or_not_pinned_or_lacks_its_package_is_refused(
         refused(f"acme/tiny{revision}", "E-PIN: .*org/name@<40 hex digits>")
     refused(f"acme/other@{COMMIT}", f"E-OFFLINE: acme/other@{COMMIT}")
     refused("nanoo", "E-MODEL: .*did you mean 'nano'")
+
+
+@pytest.mark.parametrize(
+    "name", ["a--b/c", "a/b..c", "a/b.", "-a/b", "ä/b", "a/" + "b" * 97]
+)
+def test_what_no_repository_of_the_hub_is_called_is_refused(name):
+    words = "E-MODEL: .* is no name of the hub .*expected org/name@"
+    refused(f"{name}@{COMMIT}", words)
+    refusals.refused(words, skeleton.configuration, f"{name}@{COMMIT}")
 
 
 EVIL = {"auto_map": {"AutoModelForCausalLM": "m.Evil"}}

@@ -119,6 +119,10 @@ def test_observed_are_logits_choices_gates_and_real_tokens_of_our_routers():
     assert not any(gate._forward_hooks for gate in model.gates)
     with pytest.raises(Refusal, match=r"E-SHAPE: observe: .*got \(2, 6\), \(2, 5\)"):
         observe(model, {}, BATCH | {"attention_mask": torch.ones(2, 5)})
+    refused("E-TYPE: observe: the batch is a list", observe, model, {}, [BATCH])
+    refused(
+        "E-DATA: observe: .*expected input_ids", observe, model, {}, {"input_ids": None}
+    )
     refused(
         "E-MODEL: Embedding does not return",
         observe,

@@ -256,6 +256,11 @@ def test_rows_that_the_model_cannot_take_are_refused_before_the_first_step(tiny)
             [[3] * 513],
             "E-RANGE: row 0 has 513 tokens, the model takes 512",
         ),
+        ([["3", "4"]], [[3, 4]], "E-TYPE: row 0: input_ids hold '3', expected whole"),
+        ([[3, 4]], [[3.0, 4.5]], "E-TYPE: row 0: labels hold 3.0, expected whole"),
+        ([[3, 4], None], [[3, 4]] * 2, "E-TYPE: row 1: input_ids is None, expected"),
+        ([[3, 4]], [[3, None]], "E-TYPE: row 0: labels hold None"),
+        ([[[3, 4]]], [[3]], "E-TYPE: row 0: input_ids hold .3, 4., expected whole"),
     ):
         train = Dataset.from_dict({"input_ids": ids, "labels": labels})
         refused(words, fit, tiny(), train, steps=1)

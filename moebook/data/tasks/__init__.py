@@ -49,12 +49,12 @@ FILE = ".jsonl"
 
 def is_file(name: str) -> bool:
     """Whether a name is that of a user's file (``*.jsonl``)."""
-    return name.endswith(FILE)
+    return isinstance(name, str) and name.endswith(FILE)
 
 
 def known(name: str) -> bool:
     """Whether a name is that of an embedded task, or of a user's file."""
-    return name in KNOWN or is_file(name)
+    return is_file(name) or (isinstance(name, str) and name in KNOWN)
 
 
 def find(name: str) -> Task:

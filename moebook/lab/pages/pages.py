@@ -21,7 +21,7 @@ from typing import Any
 import jinja2
 
 from moebook import storage
-from moebook.errors import printable
+from moebook.errors import printable, refuse
 from moebook.intervals import another
 from moebook.lab import records
 from moebook.lab.evidence import findings, heads, verdicts
@@ -30,7 +30,7 @@ from moebook.lab.papers import Claim
 from moebook.lab.papers.arithmetic import STATUSES, Finding
 from moebook.lab.records import Run, Value, since, store
 from moebook.lab.records.runs import restored
-from moebook.lab.records.store import CLASS, COMMITTED, LIVE
+from moebook.lab.records.store import CLASS, COMMITTED, LIVE, Pool
 from moebook.lab.run import pace, sources, study
 from moebook.lab.run.session import VALUE
 from moebook.lab.run.sources import cost, duration, size
@@ -291,18 +291,45 @@ def designs(folder: Path) -> str:
 
 
 def withdrawn(folder: Path) -> str:
-    """Return which runs were withdrawn for a fault in their design, and why."""
+    """Return which runs were withdrawn for a fault in their design, why, and what that moved."""
     place = storage.part(folder, "results") / "withdrawn"
     listed = place / "withdrawn.yaml"
     told = []
     for entry in storage.read_yaml(listed) if listed.is_file() else ():
         notebook, protocol = entry["runs"].split("/")
         paths = storage.files.own(place / notebook / protocol, "*.parquet")
-        seeds = sorted({records.read_run(path).seed for path in paths})
+        runs = [records.read_run(path) for path in paths]
         told.append(
-            {**entry, "notebook": notebook, "protocol": protocol, "seeds": seeds}
+            {
+                **entry,
+                "notebook": notebook,
+                "protocol": protocol,
+                "seeds": sorted({run.seed for run in runs}),
+                "moved": _moved(
+                    entry.get("moved", ()), runs, store.pool(notebook, protocol, folder)
+                ),
+            }
         )
     return page("withdrawn", runs=told)
+
+
+def _moved(
+    names: Iterable[str], runs: Sequence[Run], pool: Pool | None
+) -> list[tuple[str, float, float]]:
+    """Return the mean of each named value in withdrawn runs, and in its pool for their seeds."""
+    moved: list[tuple[str, float, float]] = []
+    for name in names:
+        before = Pool(runs[0].notebook, runs[0].protocol, tuple(runs)).values(name)
+        after = pool.values(name) if pool else {}
+        both = sorted(before.keys() & after.keys())
+        if not both:
+            refuse(
+                "E-NAME", f"withdrawn runs and their pool have no '{name}' in common"
+            )
+        old = sum(before[seed].value for seed in both) / len(both)
+        new = sum(after[seed].value for seed in both) / len(both)
+        moved.append((name, old, new))
+    return moved
 
 
 def repeated(folder: Path) -> str:

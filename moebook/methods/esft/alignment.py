@@ -62,4 +62,9 @@ def mix(
     if wanted > len(alignment):
         refuse("E-DATA", f"{wanted} alignment rows needed, {len(alignment)} given")
     drawn = alignment.shuffle(seed=seed).select(range(wanted))
-    return concatenate_datasets([task, drawn]).shuffle(seed=seed)
+    try:
+        mixed = concatenate_datasets([task, drawn])
+    except ValueError as error:  # columns of one name and of two types
+        both = f"the task's rows and the alignment data do not go together ({error})"
+        refuse("E-DATA", f"{both}; encode both alike: see data.encode")
+    return mixed.shuffle(seed=seed)

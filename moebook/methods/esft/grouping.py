@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import SkipValidation
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -51,7 +52,8 @@ def cooccurrence(
 
 def similarity(cooccurrence: Tensor) -> NDArray[np.int64]:
     """Return the cosines of all pairs of rows, in units of 1 / UNIT, ``[E, E]``; diagonal 0."""
-    rows = nn.functional.normalize(cooccurrence.double(), dim=1)
+    shapes("similarity", {"cooccurrence": (cooccurrence, "E E")}, empty="")
+    rows = nn.functional.normalize(cooccurrence.detach().double(), dim=1)
     alike = np.rint((rows @ rows.T).numpy() * UNIT).astype(np.int64)
     np.fill_diagonal(alike, 0)
     # The product may differ across the diagonal by rounding.
@@ -82,8 +84,9 @@ def partition(cooccurrence: Annotated[Tensor, FINITE], size: int) -> tuple[Group
     return tuple(groups)
 
 
+@checked
 def group(
-    model: nn.Module, counts: Mapping[int, Tensor], size: int
+    model: nn.Module, counts: SkipValidation[Mapping[int, Tensor]], size: int
 ) -> dict[int, tuple[Group, ...]]:
     """Bind a mixture's experts in groups that share one gate, in place (Sec. 6.3, Appendix C).
 

@@ -6,7 +6,7 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -17,15 +17,14 @@ from moebook.errors import refuse
 from moebook.methods.esft.config import Pooling
 from moebook.methods.esft.score import Scores, scored, tally
 from moebook.models import checkpoint
-from moebook.settings import Place, Size, checked
+from moebook.settings import Each, Place, Size, checked
 
 SCORES = "results/expert_scores"  # in a clone of the authors' repository
 LARGEST_GATE = 1.01  # gates may be rounded
 
 
-def published(
-    folder: str | os.PathLike[str], tasks: Iterable[str]
-) -> dict[str, list[Path]]:
+@checked
+def published(folder: Place, tasks: Each[str]) -> dict[str, list[Path]]:
     """Find the published files of tasks: that of the scores first, then those of the routing.
 
     The ``folder`` is a clone of the authors' repository, or has ``<task>.scores.json`` and, where

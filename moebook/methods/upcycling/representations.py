@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moebook.data import IGNORED, padded
+from moebook.data.reading import clean
 from moebook.errors import refuse
 from moebook.kernels.bank_scoring import token_nats
 from moebook.kernels.dispatch import indices, shapes
@@ -259,7 +260,9 @@ def clouds(
     cut = {"truncation": True, "max_length": max_length, "return_tensors": "pt"}
     tasks: dict[str, list[Any]] = {}
     for domain, part in texts.items():
-        tasks[domain] = [tokenizer(text, **cut) for text in part]
+        tasks[domain] = [
+            tokenizer(clean(text, domain, "texts"), **cut) for text in part
+        ]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         control = type(model)(model.config).to(model.device, model.dtype)
