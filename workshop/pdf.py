@@ -23,8 +23,10 @@ PRINT = """--headless --no-sandbox --disable-gpu --no-pdf-header-footer
 PATIENCE = "--virtual-time-budget=600000"  # milliseconds of the page's own clock, for its formulas
 
 
+# Of a chapter the name and the title, before which there may be anchors of the index.
 DOCUMENT = re.compile(
-    r'<span id="(document-[^"]+)"></span><section[^>]*>\s*<h\d>(.*?)<a '
+    r'<span id="(document-[^"]+)"></span><section[^>]*>'
+    r"\s*(?:<span[^>]*></span>\s*)*<h\d>(.*?)<a "
 )
 
 
@@ -38,7 +40,7 @@ def contented(text: str) -> str:
         title = html.escape(html.unescape(re.sub(r"<[^>]+>", "", chapter[2])).strip())
         lines.append(f'<li><a href="#{chapter[1]}">{title}</a></li>')
     listed = (
-        f'<nav class="moe-contents"><h1>Contents</h1><ol>{"".join(lines)}</ol></nav>'
+        f'<nav class="moe-contents"><h2>Contents</h2><ol>{"".join(lines)}</ol></nav>'
     )
     place = chapters[0].start()
     return f"{text[:place]}{listed}{text[place:]}"

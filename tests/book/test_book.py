@@ -316,13 +316,15 @@ def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen
 def test_the_pdf_is_printed_by_a_browser_and_needs_one(
     small, browser, tmp_path, monkeypatch
 ):
-    (small / "book" / "found.md").write_text("# Found\n")
+    indexed = "```{index} !finding\n```\n\n# Found\n"
+    (small / "book" / "found.md").write_text(indexed)
     (small / "book" / "_config.yml").rename(small / "_config.yml")
     path = pdf.write(tmp_path / "book.pdf", small)
     assert len(re.findall(rb"/Type /Page\b", path.read_bytes())) >= 2
     assert b"/Outlines" in path.read_bytes()
     page = (small / "_build" / "singlehtml" / "intro.html").read_text()
-    assert '<nav class="moe-contents"><h1>Contents</h1><ol><li><a href=' in page
+    contents = page.partition('<nav class="moe-contents"><h2>Contents</h2><ol>')[2]
+    assert contents.partition("</ol>")[0].count("<li><a href=") == 2
     monkeypatch.setattr(pdf.shutil, "which", lambda name: None)
     refused("E-DEP: the PDF is printed by one of chromium, ", pdf.write, path, small)
 
