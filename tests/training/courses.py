@@ -1,16 +1,12 @@
-"""One short training of each method, for `accelerate launch -m tests.training.courses FILE`."""
+"""One short training of each method, for processes that train together."""
 
-import json
 import random
-import sys
-from pathlib import Path
 
 import torch
 from datasets import Dataset
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM, OlmoeConfig, OlmoeForCausalLM
 
-from moebook import runtime
 from moebook.methods import esft, pesc, rocket, upcycling
 from moebook.methods.rocket.loras import Lora, linears
 from moebook.training.sharding import fit
@@ -129,9 +125,3 @@ def course(name, **more):
     weights = [*found.milestones[0].values(), total(model)]
     numbers = {"loss": found.loss, "penalty": found.penalty, "norm": found.norm}
     return {**numbers, "weights": weights, "sharded": all(sharded) and bool(sharded)}
-
-
-if __name__ == "__main__":
-    done = {name: course(name) for name in METHODS}
-    if runtime.processes()[0] == 0:
-        Path(sys.argv[1]).write_text(json.dumps(done))

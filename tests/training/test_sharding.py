@@ -7,8 +7,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 import traceback
 import warnings
@@ -17,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from moebook.errors import Refusal
@@ -42,40 +40,47 @@ def alike(found, expected):
         assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-9), name
 
 
-def test_two_processes_train_every_method_in_shards_as_one_does_whole(tmp_path):
-    command = "-m accelerate.commands.launch --config_file".split()
-    script = [
-        "recipes/fsdp2_two_cpus.yaml",
-        "-m",
-        "tests.training.courses",
-        tmp_path / "found",
+TELL = """
+import json, os, sys
+
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump(dict(os.environ), file)"""
+
+
+@pytest.fixture(scope="module")
+def settings_of_two(tmp_path_factory):
+    """What `accelerate launch` tells two processes by our configuration, in a fork of this one."""
+    folder = tmp_path_factory.mktemp("told")
+    script = folder / "tell.py"
+    script.write_text(TELL)
+    configuration = str(ROOT / "recipes" / "fsdp2_two_cpus.yaml")
+    words = ["--config_file", configuration, str(script), str(folder)]
+    child = os.fork()
+    if not child:
+        try:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            launch_command(launch_command_parser().parse_args(words))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    told = [json.loads((folder / rank).read_text()) for rank in "01"]
+    assert [(each["RANK"], each["WORLD_SIZE"]) for each in told] == [
+        ("0", "2"),
+        ("1", "2"),
     ]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    reading = {"capture_output": True, "text": True, "timeout": 280}
-    done = subprocess.run(
-        [sys.executable, *command, *script], cwd=ROOT, env=env, **reading
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found").read_text())
-    assert list(found) == list(METHODS)
-    for name, numbers in found.items():
-        assert numbers["sharded"]
-        alike(numbers, course(name, accumulate=2))  # a balance loss is that of a part
-
-
-@on_cpu
-def test_a_host_in_16_bits_trains_in_shards_of_float32(launched):
-    wanted = course("halved", accumulate=2)
-    for found in launched(2, name="halved"):
-        assert found["sharded"]
-        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
+    of_ours = ("ACCELERATE_", "FSDP_")
+    settings = {n: text for n, text in told[0].items() if n.startswith(of_ours)}
+    assert FSDP2.items() <= settings.items()
+    return settings
 
 
 @pytest.fixture
 def launched(tmp_path):
     """Fork processes that train one course together; return what each found or was refused."""
 
-    def launch(count, *, shards=True, name="esft", **more):
+    def launch(count, *, shards=True, name="esft", settings=None, **more):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -92,7 +97,7 @@ def launched(tmp_path):
                 continue
             try:
                 warnings.simplefilter("ignore")
-                os.environ |= FSDP2 if shards else {}
+                os.environ |= settings or (FSDP2 if shards else {})
                 os.environ |= {**there, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 try:
                     found = course(name, **more)
@@ -114,6 +119,25 @@ def launched(tmp_path):
         return found
 
     return launch
+
+
+@on_cpu
+@pytest.mark.parametrize("name", METHODS)
+def test_two_processes_train_every_method_in_shards_as_one_does_whole(
+    launched, settings_of_two, name
+):
+    wanted = course(name, accumulate=2)  # a balance loss is that of a part
+    for found in launched(2, name=name, settings=settings_of_two):
+        assert found["sharded"]
+        alike(found, wanted)
+
+
+@on_cpu
+def test_a_host_in_16_bits_trains_in_shards_of_float32(launched):
+    wanted = course("halved", accumulate=2)
+    for found in launched(2, name="halved"):
+        assert found["sharded"]
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
 
 
 def steps(folder):

@@ -1,9 +1,12 @@
 """Rows and LoRAs by the shard equal the whole; what is done stays done, here and on a cluster."""
 
+import pickle
 import shutil
-from contextlib import contextmanager
+import sys
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -22,6 +25,7 @@ from moebook.methods.rocket import (
     shards,
 )
 from tests.refusals import refused
+from tests.test_cluster import Nodes
 
 SIZE = 100_000  # rows of a row group
 CONFIG = Config(budget=30, threshold=0.8, candidates=3, experts=2, components=1)
@@ -283,42 +287,54 @@ def test_a_bank_by_groups_scores_as_the_whole_and_names_a_wrong_lora(
     refused("E-BANK: .* holds no LoRA", shards.score, tmp_path / "to", *call[1:])
 
 
-@contextmanager
-def two_nodes():
-    utils = pytest.importorskip("ray.cluster_utils")
-    size = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-    cluster = utils.Cluster(
-        initialize_head=True, head_node_args={**size, "include_dashboard": False}
-    )
-    try:
-        cluster.add_node(**size)
-        yield cluster.address
-    finally:
-        cluster.shutdown()
+class Actors(Nodes):
+    """Stands in for ``ray`` and ``ray.data``: an actor is made here, of copies that were sent."""
+
+    def __init__(self, *resources):
+        super().__init__(*resources)
+        self.pools = []  # how many actors each call asked for
+        self.data = SimpleNamespace(
+            ActorPoolStrategy=lambda size: size,
+            DataContext=SimpleNamespace(get_current=SimpleNamespace),
+            from_items=self.streamed,
+        )
+
+    def is_initialized(self):
+        return True
+
+    def cluster_resources(self):
+        return {"CPU": sum(node["Resources"]["CPU"] for node in self.alive)}
+
+    def streamed(self, tasks, override_num_blocks):
+        assert override_num_blocks == len(tasks)
+
+        def mapped(actor, *, compute, fn_constructor_args, num_cpus, num_gpus):
+            assert (num_cpus, num_gpus) == (1, None)
+            self.pools.append(compute)
+            each = actor(*sent(fn_constructor_args))
+            outcomes = (sent(each(sent(task))) for task in tasks)
+            return SimpleNamespace(iter_rows=lambda: outcomes)
+
+        return SimpleNamespace(map=mapped)
 
 
-@pytest.mark.filterwarnings(
-    r"ignore::DeprecationWarning:ray\."
-)  # Ray's use of its own settings
-@pytest.mark.parametrize(
-    ("rows", "parts"), [(4000, 2), pytest.param(250_000, 12, marks=pytest.mark.soak)]
-)
-@pytest.mark.timeout(600)
-def test_a_cluster_of_two_nodes_chooses_rows_and_scores_a_bank(
-    rows, parts, tmp_path, loras, monkeypatch
-):
-    monkeypatch.setattr(shards, "TOGETHER", 3)
+def sent(thing):
+    """What arrives in another process."""
+    return pickle.loads(pickle.dumps(thing))
+
+
+def chosen_and_scored(rows, parts, tmp_path, loras, joined, engine):
+    """Choose rows of shards, one of them damaged at first, and score a bank, by an engine."""
     shots = drawn(0, 20, 8)
     pool = drawn(1, rows, 8)
     config = replace(CONFIG, budget=500)
-    engine = shards.Engine(name="ray")
     paths = write(tmp_path / "open", np.array_split(pool, parts))
     bad = paths[parts // 2]
     good = bad.read_bytes()
     bad.write_bytes(good[:200] + bytes(2000) + good[2200:])
     call = (shots, tmp_path / "open", config, tmp_path / "to")
-    with two_nodes() as address:
-        monkeypatch.setenv("RAY_ADDRESS", address)
+    bank_call = (loras, "nano", ROWS, CONFIG)
+    with joined:
         refused(
             rf"E-SHARD: \S+{bad.name} is damaged .*; {parts - 1} of {parts} parts are kept",
             shards.choose,
@@ -326,19 +342,54 @@ def test_a_cluster_of_two_nodes_chooses_rows_and_scores_a_bank(
             engine=engine,
         )
         one = replace(engine, workers=1)  # an actor imports for some ten seconds
-        scored = shards.score(
-            loras, "nano", ROWS, CONFIG, tmp_path / "scored", engine=one
-        )
+        scored = shards.score(*bank_call, tmp_path / "scored", engine=one)
         refused(
             "E-CLUSTER: a run needs 1 CPU and 2 GPU of one node, which none has",
             shards.score,
-            loras,
-            "nano",
-            ROWS,
-            CONFIG,
+            *bank_call,
             tmp_path / "other",
             engine=replace(engine, gpus=2.0),
         )
     bad.write_bytes(good)
     same(shards.choose(*call), augment.choose(shots, [pool], config))
     equal(scored, loras)
+
+
+def test_actors_choose_rows_and_score_a_bank(tmp_path, loras, monkeypatch):
+    """Of a cluster that is a table; `make soak` asks the same of a real one."""
+    monkeypatch.setattr(shards, "TOGETHER", 3)
+    ray = Actors({"CPU": 1.0}, {"CPU": 1.0})
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", ray.data)
+    engine = shards.Engine(name="ray")
+    chosen_and_scored(4000, 2, tmp_path, loras, nullcontext(), engine)
+    assert ray.pools == [2, 1]
+
+
+@contextmanager
+def two_nodes(monkeypatch):
+    utils = pytest.importorskip("ray.cluster_utils")
+    size = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+    cluster = utils.Cluster(
+        initialize_head=True, head_node_args={**size, "include_dashboard": False}
+    )
+    try:
+        cluster.add_node(**size)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings(
+    r"ignore::DeprecationWarning:ray\."
+)  # Ray's use of its own settings
+@pytest.mark.timeout(600)
+def test_a_cluster_of_two_nodes_chooses_rows_and_scores_a_bank(
+    tmp_path, loras, monkeypatch
+):
+    monkeypatch.setattr(shards, "TOGETHER", 3)
+    joined = two_nodes(monkeypatch)
+    engine = shards.Engine(name="ray")
+    chosen_and_scored(24_000, 12, tmp_path, loras, joined, engine)
