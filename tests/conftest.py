@@ -4,6 +4,7 @@ import ipaddress
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,10 @@ sys.addaudithook(cut_the_network)
 
 
 # What takes longest or waits for processes, in this order, as each of three workers begins with it.
-# The tests of a line share something: a warm process, a study or a cluster, the rendered book.
+# The tests of a line share something: a warm process, a study, the ledger, the rendered book.
 FIRST = (
-    "its_values_are_in_the_page findings_are_drawn killed_runs".split(),
-    "test_a_cluster_of_two test_study.py killed_studies test_sharding test_two_processes".split(),
+    "its_values_are_in_the_page findings_are_drawn killed_runs test_sharding".split(),
+    "test_study.py test_stranger test_intervals.py test_prose test_findings.py".split(),
     "test_book.py killed_build test_own_pages compile_and_fit shipped_bases".split(),
 )
 
@@ -107,6 +108,24 @@ def shared() -> Path:
     if not Path(folder).is_dir():
         pytest.fail(f"MOEBOOK_SHARED={folder} is not a folder")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def pools() -> Callable[[str], Any]:
+    """A notebook's committed pools by its name, each read once in a process."""
+    from moebook.lab.records import store
+
+    return cache(partial(store.pools, folder=Path(__file__).parents[1]))
+
+
+@pytest.fixture(scope="session")
+def ledger(pools: Callable[[str], Any]) -> tuple[Any, ...]:
+    """Every claim with its verdicts in the committed pools, computed once in a process."""
+    from moebook.lab.evidence import verdicts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verdicts.store, "pools", lambda name, *_, **__: pools(name))
+        return tuple(verdicts.ledger(Path(__file__).parents[1], live=False))
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,9 @@ out is `moebook.kernels._triton`, which is imported only where Triton runs.
 
 import builtins
 import importlib
+import io
 import pkgutil
 import sys
-import warnings
 from types import ModuleType
 
 MODULES = set("fcntl grp posix pty pwd resource syslog termios tty".split())
@@ -27,6 +27,7 @@ NAMES = {
 }
 
 plain = builtins.__import__
+plain_open = builtins.open
 
 
 class Less(ModuleType):
@@ -60,8 +61,31 @@ def tell(name):
     raise ImportError(f"{name} does not import")
 
 
+def told_encoding(encoding, stacklevel=2):
+    """Stand in for `io.text_encoding`, which pathlib and others ask: ours say their encoding."""
+    if encoding is None:
+        refuse_ours(sys._getframe(stacklevel))
+        return "locale"
+    return encoding
+
+
+def told_open(file, mode="r", *given, **more):
+    """Open a file; ours say the encoding of a text."""
+    if "b" not in mode and not more.get("encoding") and len(given) < 2:
+        refuse_ours(sys._getframe(1))
+    return plain_open(file, mode, *given, **more)
+
+
+def refuse_ours(frame):
+    """Raise where a frame is of our own code."""
+    name = str(frame.f_globals.get("__name__"))
+    if name.split(".")[0] == "moebook":
+        raise EncodingWarning(f"{name} opens a text without its encoding")
+
+
 def main():
-    warnings.filterwarnings("error", category=EncodingWarning, module=r"moebook(\.|$)")
+    io.text_encoding = told_encoding
+    builtins.open = told_open
     builtins.__import__ = without_posix
     package = importlib.import_module("moebook")
     found = []
@@ -74,5 +98,4 @@ def main():
 
 
 if __name__ == "__main__":
-    assert sys.flags.warn_default_encoding
     main()

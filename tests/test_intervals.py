@@ -3,18 +3,20 @@
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from moebook.intervals import combined, half_width, interval, p_value, sees, visible
-from moebook.lab.evidence import verdicts
 from moebook.lab.records import store
 from moebook.lab.run.verifying import verify
 
 ROOT = Path(__file__).parents[1]
 DRAWS = 200_000  # the error of a coverage near 95 % is then 0.05 points
+FEWER = 20_000  # of the same draws, which show what cases may be the worst
+SHARE = 0.1  # of the cases, which get all draws
 
 SPREADS = [
     (1, 0, 0),
@@ -49,7 +51,9 @@ def _squares(degrees: int, place: int) -> np.ndarray:
     return np.random.default_rng([degrees, place]).chisquare(degrees, DRAWS) / degrees
 
 
-def coverage(spreads: tuple[float, float, float], items: int, seeds: int) -> float:
+def coverage(
+    spreads: tuple[float, float, float], items: int, seeds: int, draws: int = DRAWS
+) -> float:
     """How often the interval of a balanced crossed design covers its true mean of zero.
 
     Drawn are the grand mean (normal) and the two variances between means (chi-squares).
@@ -59,13 +63,13 @@ def coverage(spreads: tuple[float, float, float], items: int, seeds: int) -> flo
     item_variance = between_items + rest / seeds
     mean_variance = seed_variance / seeds + between_items / items
 
-    variances = [seed_variance * _squares(seeds - 1, 0)]
+    variances = [seed_variance * _squares(seeds - 1, 0)[:draws]]
     counts = [seeds]
     if items > 1:
-        variances.append(item_variance * _squares(items - 1, 1))
+        variances.append(item_variance * _squares(items - 1, 1)[:draws])
         counts.append(items)
     halves = combined(variances, counts, 0.05)
-    return float(np.mean(np.abs(np.sqrt(mean_variance) * _normals()) <= halves))
+    return float(np.mean(np.abs(np.sqrt(mean_variance) * _normals()[:draws]) <= halves))
 
 
 def spreads(effects: np.ndarray) -> tuple[float, float, float]:
@@ -83,10 +87,10 @@ def spreads(effects: np.ndarray) -> tuple[float, float, float]:
 
 
 @pytest.fixture(scope="module")
-def cases() -> dict[tuple[float, float, float, int], str]:
+def cases(ledger: Any) -> dict[tuple[float, float, float, int], str]:
     """Spreads and number of items of a grid, and of the claims in committed pools."""
     committed = {}
-    for row in verdicts.ledger(live=False):
+    for row in ledger:
         for measurement in row.measurements:
             claim = measurement.claim
             effects = measurement.effects
@@ -102,7 +106,9 @@ def cases() -> dict[tuple[float, float, float, int], str]:
 def test_the_interval_covers_the_mean_whatever_differs_more_seeds_or_items(
     cases, seeds
 ):
-    covered = {case: coverage(case[:3], case[3], seeds) for case in cases}
+    screened = sorted(cases, key=lambda case: coverage(case[:3], case[3], seeds, FEWER))
+    likely = screened[: round(SHARE * len(cases))]
+    covered = {case: coverage(case[:3], case[3], seeds) for case in likely}
     case = min(covered, key=covered.get)
     worst = covered[case]
     assert worst >= 0.945, f"{worst:.4f} of {seeds} seeds: {cases[case]} {case}"

@@ -21,7 +21,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests import colab
+from tests import colab, elsewhere
+from tests.forked import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -319,8 +320,7 @@ def test_the_environment_is_stale_when_a_lock_changes(tmp_path):
 
 
 def test_every_module_imports_and_the_command_starts_on_a_system_without_posix():
-    program = str(ROOT / "tests" / "elsewhere.py")
-    ran = run([sys.executable, "-X", "warn_default_encoding", program], timeout=280)
+    ran = forked(elsewhere.main)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert "router_init" in ran.stdout
 

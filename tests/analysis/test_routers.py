@@ -310,7 +310,8 @@ def test_distant_groups_stay_apart_and_the_layout_repeats(
     # Compiling UMAP takes up to 50 s, and its plain Python 3 s a layout of 40 points.
     if not compiled:
         monkeypatch.setattr("numba.config.DISABLE_JIT", True)
-    layout = project(two_groups(), method, seed=1)
+    points = two_groups()
+    layout = project(points, method, seed=1)
     assert layout.shape == (1, 40, 2)
     assert np.abs(layout).max() == pytest.approx(1)
     first = layout[0, :20]
@@ -319,7 +320,7 @@ def test_distant_groups_stay_apart_and_the_layout_repeats(
     for group in (first, second):
         radius = np.linalg.norm(group - group.mean(0), axis=1).max()
         assert radius < gap
-    np.testing.assert_array_equal(layout, project(two_groups(), method, seed=1))
+    np.testing.assert_array_equal(layout, project(points, method, seed=1))
 
 
 def test_torch_keeps_its_number_of_threads_even_when_a_projection_fails(monkeypatch):

@@ -1,14 +1,15 @@
 """A user's own task beside lm-eval's: the same rows get the same numbers."""
 
+import importlib
 import json
 import random
-import subprocess
 import sys
 
 import pytest
 
 from moebook import evaluation
 from moebook.data.tasks import Task
+from tests.forked import forked
 from tests.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -102,24 +103,22 @@ def test_written_answers_are_greedy_ones_and_two_files_of_one_name_are_refused(
     refused(words, evaluation.evaluate, model, byte_tokenizer, [str(path), str(other)])
 
 
-WITHOUT = """
-import sys
-sys.modules["lm_eval"] = None
-from moebook import evaluation
-from moebook.errors import Refusal
-from moebook.methods import esft, rocket
-assert evaluation.load(["gcd"]) == {}
-try:
-    evaluation.load(["arc_easy"])
-except Refusal as refusal:
-    print(refusal)
-"""
+def without_lm_eval():
+    """Load a task of ours and a benchmark, as where lm-eval is not installed."""
+    sys.modules["lm_eval"] = None
+    evaluation = importlib.import_module("moebook.evaluation")
+    errors = importlib.import_module("moebook.errors")
+    for method in ("esft", "rocket"):
+        importlib.import_module(f"moebook.methods.{method}")
+    assert evaluation.load(["gcd"]) == {}
+    try:
+        evaluation.load(["arc_easy"])
+    except errors.Refusal as refusal:
+        print(refusal)
 
 
 def test_without_lm_eval_own_tasks_stay_and_benchmarks_are_one_line_with_the_command():
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False
-    )
+    done = forked(without_lm_eval)
     assert done.returncode == 0, done.stderr
     command = "pip install 'moebook[evaluate]'"
     wanted = f"benchmark 'arc_easy' of lm-eval needs the package lm_eval: {command}"

@@ -154,7 +154,8 @@ def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(
     assert not count["lost"]
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(6, marks=soak)])
+@soak  # its sibling is in tests/lab/run/test_study.py
+@pytest.mark.parametrize("kills", [4])
 def test_killed_studies_keep_what_they_told(
     tmp_path, temporary, monkeypatch, kills, times, figures
 ):

@@ -88,7 +88,7 @@ def project(place):
     return make_project(place, "import moebook", PARAMETERS, (), protocols)
 
 
-@pytest.mark.parametrize("processes", [2, 8])
+@pytest.mark.parametrize("processes", [3, pytest.param(8, marks=pytest.mark.soak)])
 def test_aligned_writers_tear_nothing(tmp_path, monkeypatch, processes, times, figures):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     count = Counter(torn=0)

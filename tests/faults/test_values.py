@@ -40,6 +40,9 @@ CHECKED = {
 """Every settings class, record and checked function of the package: its place to its kind."""
 
 
+EXAMPLES = 30  # of each class and function
+
+
 class Nested(list):
     """A list within a list, 2,000 times; Hypothesis shows it in short."""
 
@@ -260,7 +263,9 @@ def test_only_fitting_values_or_one_line_come_out(place, times, figures):
     kind = CHECKED[place]
 
     @settings(
-        max_examples=60 * times, suppress_health_check=list(HealthCheck), database=None
+        max_examples=EXAMPLES * times,
+        suppress_health_check=list(HealthCheck),
+        database=None,
     )
     @given(spoilt(target))
     def holds(given):

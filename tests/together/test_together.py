@@ -16,12 +16,10 @@ from moebook.experiments import crafts
 from moebook.experiments.budgets import train
 from moebook.experiments.together import arms
 from moebook.lab import plotting
-from moebook.lab.records import store
 from moebook.methods import esft, pesc, upcycling
 from moebook.methods.rocket.loras import Lora, attached, linears
 from moebook.models.anatomy import sparse_layers
 from moebook.nn import routers
-from moebook.storage import root
 from moebook.together import budget, combining
 from tests.refusals import refused
 
@@ -39,7 +37,7 @@ def setups():
         model, tokenizer = models.load(base)
         rows = {name: data.tasks.rows(name, "train", 40) for name in TASKS}
         sizes = together.Config(parameters=BUDGETS[base], shots=6)
-        recipe = {"batch": 8, "schedule": "constant", "clip": 1.0}
+        recipe = {"batch": 4, "schedule": "constant", "clip": 1.0}
         return together.Setup(model, tokenizer, rows, sizes, recipe=recipe)
 
     models.register_experts()
@@ -142,11 +140,14 @@ def test_the_nearest_number_of_steps_is_bought(amount, steps):
     ("name", "kind"),
     [("pesc_esft", "flops"), ("rocket", "tokens"), ("rocket", "flops")],
 )
-def test_stages_share_one_budget(dense, name, kind):
+def test_stages_share_one_budget(dense, monkeypatch, name, kind):
     arm = DENSE[name]
+    picked = TASKS[:4]
+    shots = {each: dense.mixed[3 * i : 3 * i + 3] for i, each in enumerate(picked)}
+    monkeypatch.setattr(crafts, "chosen_loras", lambda *_: (picked, shots))
     order = dense.batches(dense.encoded)
     price = budget.price(kind, deepcopy(dense.base), order, None)
-    costs = [price(step) for step in range(20)]
+    costs = [price(step) for step in range(16)]
     done = train(dense, arm, lr=1e-3, amount=sum(costs), kind=kind)
     assert abs(done.spent - sum(costs)) <= max(costs)
     assert len(done.histories) == 1 + bool(arm.later)
@@ -453,10 +454,9 @@ def test_what_does_not_compose_is_refused(dense, setups):
     )
 
 
-def test_committed_pools_kept_their_budgets():
-    pools = store.pools("together", root())
+def test_committed_pools_kept_their_budgets(pools):
     spent = {}
-    for name, pool in pools.items():
+    for name, pool in pools("together").items():
         if name in ("smollm2", "smollm2_costs"):
             continue
         for seed, values in pool.seeds.items():

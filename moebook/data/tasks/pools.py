@@ -14,10 +14,12 @@ import math
 import random
 import re
 from collections.abc import Iterator
+from copy import copy
 from functools import cache, partial
 from itertools import islice, product
 from pathlib import Path
 from string import Formatter
+from typing import Any
 
 from moebook.data.tasks.task import Item, Pool, shipped
 from moebook.errors import extra
@@ -61,6 +63,7 @@ _COMPOSED = {  # A is the first of B, B is the second of C: A is this of C
 _COPYLEFT = {"GNU", "Mozilla", "Eclipse", "CeCILL or EUPL"}
 _PERMISSIVE = ("cc-by-", "pddl-", "cdla-permissive-", "cern-ohl-p-", "cecill-b-")
 LARGEST = 9_999
+MILLION = 10**6
 
 
 def _shipped(file: str, answer: str, **slots: str) -> Iterator[Item]:
@@ -328,12 +331,25 @@ def copyleft() -> Iterator[Item]:
 
 @cache
 def words(number: int, language: str) -> str:
-    """Write a number in French ("fr", as spelt before 1990) or Spanish ("es")."""
-    with extra("notebook", "a task of numbers in words"):
-        from num2words import num2words
-
-    text: str = num2words(number, lang=language)
+    """Write a number below a million in French ("fr", before 1990) or Spanish ("es")."""
+    text: str = _speller(language).to_cardinal(number)
     return text
+
+
+@cache
+def _speller(language: str) -> Any:
+    """Return what num2words spells numbers below a million with.
+
+    Its own looks at every power of ten up to the 600th for each part of a number.
+    """
+    with extra("notebook", "a task of numbers in words"):
+        from num2words import CONVERTER_CLASSES
+
+    speller = copy(CONVERTER_CLASSES[language])
+    speller.cards = {
+        number: name for number, name in speller.cards.items() if number <= MILLION
+    }
+    return speller
 
 
 def _numbers(language: str) -> Iterator[Item]:

@@ -12,7 +12,6 @@ import torch
 
 from moebook.lab import papers
 from moebook.lab.evidence.verdicts import measure, side
-from moebook.lab.records import store
 from moebook.methods import esft
 
 STANDING = [claim for claim in papers.claims() if claim.bounded and not claim.ended]
@@ -30,26 +29,21 @@ def test_a_bound_does_not_hold_for_the_number_of_its_trivial_arm(claim):
     assert side(claim, effect, effect) < 1
 
 
-@pytest.fixture(scope="module")
-def pools():
-    return {run: store.pools(run) for run in {claim.run for claim in ARMS}}
-
-
 @named(ARMS)
 def test_a_bound_fails_for_its_trivial_arm_in_the_recorded_pools(claim, pools):
     arm = replace(claim, value=claim.trivial)
-    measured = [measure(arm, pool) for pool in pools[claim.run].values()]
+    measured = [measure(arm, pool) for pool in pools(claim.run).values()]
     labels = [one.label for one in measured if one]
     assert "direction fails" in labels
     assert not {"direction holds", "reproduced"} & {*labels}
 
 
-def test_a_bound_that_every_trained_arm_keeps_is_found():
+def test_a_bound_that_every_trained_arm_keeps_is_found(pools):
     """Dense fine-tuning recovers nothing of the lead: nine tenths of the gain say otherwise."""
     vacuous = papers.claim("pesc.approximates-full-experts")
     assert vacuous.bounded
     assert vacuous.ended
-    pool = store.pool("pesc", "decay")
+    pool = pools("pesc")["decay"]
     base, full, dense = (
         7.5,
         *(pool.effects(f"pesc/{arm}/nll").mean() for arm in ("upcycled", "dense")),

@@ -9,9 +9,9 @@ from moebook import storage
 from moebook.errors import Refusal
 from moebook.lab import papers
 from moebook.lab.evidence import findings, heads
-from moebook.lab.evidence.verdicts import ledger, repeated, row
+from moebook.lab.evidence.verdicts import repeated, row
 from moebook.lab.pages import pages
-from moebook.lab.records import Curve, Run, Value, store
+from moebook.lab.records import Curve, Run, Value
 from moebook.lab.records.store import Pool
 from moebook.lab.run import sources
 from moebook.lab.run.study import seeds
@@ -331,8 +331,10 @@ def test_an_end_of_the_grid_of_rates_is_told_of_the_arms_that_most_seeds_took_it
     assert not Pool("pesc", "nano", runs).at_end("pesc/a/accuracy", None, 0.5)
 
 
-def test_a_claim_that_presupposes_another_is_not_tested_while_that_has_not_held():
-    rows = {one.claim.id: one for one in ledger(paper="router_init", live=False)}
+def test_a_claim_that_presupposes_another_is_not_tested_while_that_has_not_held(
+    ledger,
+):
+    rows = {one.claim.id: one for one in ledger}
     assert "direction holds" not in rows["router_init.lead-early"].labels
     assert {*rows["router_init.lead-shrinks"].labels} == {"not testable here"}
 
@@ -351,18 +353,18 @@ def test_a_pool_is_judged_twice_without_its_other_seeds_and_by_them():
     [("routing", "nano", 3), ("esft", "budgets", 6), ("pesc", "higher", 1)],
 )
 def test_ten_other_seeds_change_no_label_that_survives_the_correction(
-    name, protocol, number
+    pools, name, protocol, number
 ):
     other = seeds(sources.find(storage.root(), name).facts(protocol)["Ten other seeds"])
-    pairs = repeated(store.pool(name, protocol), other)
+    pairs = repeated(pools(name)[protocol], other)
     sure = pages.surviving(one for one, _ in pairs)
     assert len(sure) == number
     assert {two.shown.seeds for _, two in pairs} == {10} == {len(other)}
     assert all(one.label == two.label for one, two in pairs if one.claim.id in sure)
 
 
-def test_what_is_measured_before_training_needs_no_choice_of_a_rate():
-    rows = {one.claim.id: one for one in ledger(paper="router_init", live=False)}
+def test_what_is_measured_before_training_needs_no_choice_of_a_rate(ledger):
+    rows = {one.claim.id: one for one in ledger}
     assert not findings.notes(only(rows["router_init.random-router-is-undecided"]))
 
 

@@ -156,15 +156,16 @@ def test_roles_and_directives_stay():
     assert told("```{include} a.md\n```\n{ref}`b`", 1, 2, 3) in text
 
 
-def test_the_books_own_prose_fits_its_pools_names_bases_and_no_pool_and_is_short():
-    rows = verdicts.ledger(ROOT, live=False)
-    pages = prose.pages(ROOT, rows)
+def test_the_books_own_prose_fits_its_pools_names_bases_and_no_pool_and_is_short(
+    ledger,
+):
+    pages = prose.pages(ROOT, ledger)
     papers_told = {n for n in pages if n not in ("found_front", "found_which")}
     assert len(papers_told) == 6
     introduction = (ROOT / "book" / "found.md").read_text().split("\n\n")[1]
     texts = [introduction, *(pages[name] for name in papers_told)]
     assert sum(len(text.split()) for text in texts) <= 1500
-    measured = chain.from_iterable(row.measurements for row in rows)
+    measured = chain.from_iterable(row.measurements for row in ledger)
     protocols = {each.pool.protocol for each in measured}
     for name, text in pages.items():
         assert "{" not in text and "nan" not in text.lower().split(), name

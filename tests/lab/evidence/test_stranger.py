@@ -1,16 +1,15 @@
 """A program that shares nothing with the package reaches the ledger's verdicts from the files."""
 
 import ast
-import json
-import subprocess
 import sys
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from moebook.lab import papers
-from moebook.lab.evidence import verdicts
+from tests import stranger
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tests" / "stranger.py"
@@ -31,10 +30,17 @@ def files(tmp_path_factory):
     return folder
 
 
-def told(files):
-    command = [sys.executable, "-I", PROGRAM, files]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
-    return json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def read():
+    """Pools as the program reads them, each of them once."""
+    return cache(stranger.Pool)
+
+
+@pytest.fixture
+def told(files, read, monkeypatch):
+    """Run the program, which another test finds to import nothing of ours."""
+    monkeypatch.setattr(stranger, "Pool", lambda place: read(place.resolve()))
+    return lambda: stranger.main(files)
 
 
 def test_the_program_takes_nothing_from_the_package():
@@ -48,12 +54,14 @@ def test_the_program_takes_nothing_from_the_package():
     assert taken <= known
 
 
-def test_a_stranger_reaches_the_same_verdict_of_every_claim_at_every_scale(files):
+def test_a_stranger_reaches_the_same_verdict_of_every_claim_at_every_scale(
+    told, ledger
+):
     ours = {}
-    for row in verdicts.ledger(ROOT, live=False):
+    for row in ledger:
         if not row.claim.ended:
             ours[row.claim.id] = {one.scale: one.label for one in row.verdicts}
-    theirs = told(files)
+    theirs = told()
     assert theirs.keys() == ours.keys()
     apart = {
         name: (theirs[name], ours[name]) for name in ours if theirs[name] != ours[name]
@@ -64,9 +72,9 @@ def test_a_stranger_reaches_the_same_verdict_of_every_claim_at_every_scale(files
     assert len({*decided}) > 5
 
 
-def test_a_protocol_that_decides_no_more_changes_what_the_stranger_says(files):
+def test_a_protocol_that_decides_no_more_changes_what_the_stranger_says(files, told):
     path = files / "notebooks" / "01_pesc.real_chat.yaml"
     text = path.read_text()
     path.unlink()
     path.write_text(text.replace("# Decides: ", "# "))
-    assert told(files)["pesc.costs-more-than-dense"]["135 M"] == "exploratory"
+    assert told()["pesc.costs-more-than-dense"]["135 M"] == "exploratory"

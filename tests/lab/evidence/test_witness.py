@@ -340,30 +340,22 @@ def test_a_cell_that_papermill_would_leave_out_is_refused_before_the_run(
     )
 
 
-def without_outputs(notebook):
+def without_outputs_and_ids(notebook):
     for cell in code(notebook):
         del cell["outputs"], cell["execution_count"]
-    return json.dumps(notebook)
-
-
-def with_the_same_id(notebook):
-    for cell in notebook["cells"]:
-        cell["id"] = "same"
-    return json.dumps(notebook)
-
-
-def without_ids(notebook):
     for cell in notebook["cells"]:
         del cell["id"]
     return json.dumps(notebook)
 
 
-def marked_and_empty_at_the_end(notebook):
+def with_one_id_a_mark_and_empty_cells(notebook):
     add_empty_cells(notebook)
+    for cell in notebook["cells"]:
+        cell["id"] = "same"
     return "\ufeff" + json.dumps(notebook)
 
 
-WRITTEN = (without_outputs, with_the_same_id, without_ids, marked_and_empty_at_the_end)
+WRITTEN = (without_outputs_and_ids, with_one_id_a_mark_and_empty_cells)
 
 
 @pytest.mark.parametrize("write", WRITTEN, ids=lambda write: write.__name__)

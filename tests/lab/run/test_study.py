@@ -8,12 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing, suppress
+import warnings
+from contextlib import chdir, closing, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
+from papermill import PapermillExecutionError, execute_notebook
 
 from moebook import cli, storage
 from moebook.errors import Refusal
@@ -314,6 +316,26 @@ def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(
     same_bits(alone, stored(studied[0])[0])
 
 
+def test_a_killed_study_keeps_what_it_told_and_goes_on(studied, cloned, staging):
+    """At one moment; `make soak` kills at any (tests/faults/test_kills.py)."""
+    process = start(cloned, staging, "--seeds", "0,1", "--jobs", "1")
+    lines = iter(process.stdout.readline, "")
+    assert any(line.startswith("seed 0: ") for line in lines)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert ended(cloned)
+    assert 0 in [run.seed for run in stored(cloned)]
+    rest = start(cloned, staging, "--seeds", "0,1", "--jobs", "1")
+    out, errors = rest.communicate(timeout=100)
+    assert rest.returncode == 0, errors
+    assert "seed 0: " not in out
+    for again, whole in zip(stored(cloned), stored(studied[0]), strict=True):
+        same_bits(again, whole)
+    left = {path.name for path in (*cloned.rglob("*.lock"), *cloned.rglob("*.part"))}
+    assert left == {"requirements.lock"}
+
+
 def test_without_ray_or_a_cluster_of_it_a_line_says_so(fresh, monkeypatch):
     commit(fresh)
     with monkeypatch.context() as patch:
@@ -442,13 +464,19 @@ def test_tasks_of_a_slurm_array_fill_one_pool_at_once(cloned, staging, tmp_path)
         given = env | ({"SLURM_ARRAY_TASK_ID": seed} if seed else {})
         return subprocess.Popen(["bash", script, *words], env=given, **piped)
 
-    for seed, words in (("", ("toy", "nano")), ("3", ("toy",))):
-        _, errors = (wrong := task(seed, *words)).communicate()
+    expected = "study.sbatch: expected sbatch"
+    for seed, words, told in (
+        ("", ("toy", "nano"), expected),
+        ("3", ("toy",), expected),
+        ("3", ("toy", "nanoo"), "E-PROTOCOL"),
+    ):
+        wrong = task(seed, *words)
+        _, errors = wrong.communicate()
         assert wrong.returncode == 2
-        assert errors.startswith("study.sbatch: expected sbatch")
-    tasks = [task(seed, "toy", "nano", "--arms", "left") for seed in ("3", "4", "13")]
+        assert errors.startswith(told)
+    tasks = [task(seed, "toy", "nano", "--arms", "left") for seed in ("3", "4")]
     ends = [each.communicate(timeout=200) for each in tasks]
-    assert [each.returncode for each in tasks] == [0, 0, 1], ends
+    assert [each.returncode for each in tasks] == [0, 0], ends
     assert [(run.seed, run.arms) for run in stored(cloned)] == [
         (3, ("left",)),
         (4, ("left",)),
@@ -456,21 +484,20 @@ def test_tasks_of_a_slurm_array_fill_one_pool_at_once(cloned, staging, tmp_path)
     assert store.unsealed(cloned) == {}, "the list of hashes has both"
 
 
-def mill(source, copy, *options):
+def mill(source, copy, **settings):
     """Run plain papermill from another folder, as its command line does; return its errors."""
-    code = "from papermill.cli import papermill; papermill()"
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        str(source),
-        str(copy),
-        "--kernel",
-        "python3",
-        *options,
-    ]
-    done = subprocess.run(command, cwd=copy.parent, capture_output=True, text=True)
-    return done.stderr if done.returncode else ""
+    with chdir(copy.parent), warnings.catch_warnings(action="ignore"):
+        try:
+            execute_notebook(
+                source,
+                copy,
+                settings,
+                kernel_name="python3",
+                progress_bar=False,
+            )
+        except PapermillExecutionError as error:
+            return str(error)
+    return ""
 
 
 def test_what_plain_papermill_left_is_taken_in_once(
@@ -478,10 +505,10 @@ def test_what_plain_papermill_left_is_taken_in_once(
 ):
     source = fresh / "notebooks" / "01_toy.ipynb"
     milled = tmp_path / "out.ipynb"
-    errors = mill(source, tmp_path / "wrong.ipynb", "-p", "topk", "1")
+    errors = mill(source, tmp_path / "wrong.ipynb", topk=1)
     assert "unknown parameter 'topk'; did you mean 'top_k'" in errors
-    options = ("-p", "tier", "study", "-p", "top_k", "4", "-p", "seed", "5")
-    assert mill(source, milled, *options) == ""
+    options = {"tier": "study", "top_k": 4, "seed": 5}
+    assert mill(source, milled, **options) == ""
     monkeypatch.chdir(fresh)
     assert cli.main(["study", "--add", str(milled)]) == 0
     assert (
@@ -526,11 +553,11 @@ def test_what_plain_papermill_left_is_taken_in_once(
         assert cli.main(["study", "--add", str(other)]) == 2
         assert capsys.readouterr().err.startswith(message)
         assert [p.read_bytes() for p in path.parent.iterdir()] == [before]
-    for word, value, message in (
-        ("top_k", "3", "; beside 'nano' top_k = 3"),
-        ("tier", "cpu", ""),
+    for change, message in (
+        ({"top_k": 3}, "; beside 'nano' top_k = 3"),
+        ({"tier": "cpu"}, ""),
     ):
-        assert mill(source, other, *options, "-p", word, value) == ""
+        assert mill(source, other, **options | change) == ""
         assert cli.main(["study", "--add", str(other)]) == 2
         told = capsys.readouterr().err
         assert told.startswith(f"E-PROTOCOL: other.ipynb is of no protocol{message}")

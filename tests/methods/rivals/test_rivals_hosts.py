@@ -35,8 +35,19 @@ RIVALS = {
 }
 
 
-@pytest.mark.parametrize("rival", RIVALS)
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Gemma2"])
+def hosts():
+    """Every rival on Llama and on one of the others; `make soak` has the rest of the pairs."""
+    others = ("Qwen3", "Gemma2", "Mistral")
+    cases = []
+    for number, rival in enumerate(RIVALS):
+        usual = ("Llama", others[number % len(others)])
+        for family in ("Llama", *others):
+            marks = [] if family in usual else [pytest.mark.soak]
+            cases.append(pytest.param(family, rival, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("family", "rival"), hosts())
 def test_it_trains_generates_and_loads_and_leaves_the_base(
     family, rival, host, batch, rows, make_bank, tmp_path
 ):
