@@ -9,7 +9,7 @@ from moebook.lab.planning.trainings import TRAINED
 from tests.experiments import draws
 
 EACH = 50  # draws a notebook
-PLANNED = 3  # of those let through, which the planner takes: a tenth of a second each
+PLANNED = 1  # of those let through, which the planner takes
 CUT = " ... "  # stands where the middle of a long message is left out
 
 

@@ -31,7 +31,7 @@ TABLES = (
     "training",
     "upcycling",
 )
-SHARE = 0.1
+SHARE = 0.06  # of all hostile calls
 PACKAGES = (
     "analysis",
     "data",

@@ -2,6 +2,7 @@
 
 import csv
 from fractions import Fraction
+from functools import cache
 
 import pytest
 
@@ -11,13 +12,13 @@ from moebook.lab.papers.arithmetic import judge
 from moebook.lab.papers.printed import FOLDER
 from moebook.lab.papers.relations import metric, stem
 
-FINDINGS = papers.audit()
+findings = cache(papers.audit)
 
 
 def odd(paper, kind):
     return [
         f
-        for f in FINDINGS
+        for f in findings()
         if (f.paper, f.kind) == (paper, kind) and f.status != "agrees"
     ]
 
@@ -65,7 +66,7 @@ def test_averages_are_recomputed_as_exact_fractions_give_them(paper):
         start = (f"Table {name}, ", f"{name}: ")
         ours = [
             f
-            for f in FINDINGS
+            for f in findings()
             if f.paper == paper
             and f.kind == "average"
             and f.place.startswith(start[0])
@@ -110,12 +111,12 @@ def test_the_audit_finds_what_is_wrong_in_the_papers_and_says_why():
 def test_the_report_counts_every_paper_and_folds_equal_lines():
     with pytest.raises(Refusal, match="did you mean 'esft'"):
         papers.audit("esfd")
-    text = papers.report(FINDINGS)
+    text = papers.report(findings())
     assert [line.split(":")[0] for line in text.splitlines() if line[0] != " "] == [
         *papers.PAPERS
     ]
     assert text.count("the mean of ARC-c, ARC-e, GSM8K, MBPP alone") <= 2
-    assert "  agrees" in papers.report(FINDINGS, everything=True)
+    assert "  agrees" in papers.report(findings(), everything=True)
     assert "  agrees" not in text
 
 

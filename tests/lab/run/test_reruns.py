@@ -86,7 +86,7 @@ def reruns():
 
 
 RERUNS = reruns()
-SHARE = 12  # of all cases one in so many is in a run of `make soak`; MOEBOOK_FAULTS=10 runs all
+SHARE = 20  # of all cases one in so many is in a run of `make soak`; MOEBOOK_FAULTS=10 runs all
 TODAY = random.Random(f"{date.today()}")
 
 
