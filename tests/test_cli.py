@@ -154,9 +154,16 @@ def test_a_reader_that_has_gone_ends_the_command_in_silence():
 FULL = "E-DISK: OSError: [Errno 28] No space left on device: 'standard output'; make room there\n"
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "words", ["--help", "--version", "plan --help", "list", "audit --all"]
+    ("words", "unbuffered"),
+    [
+        ("--help", ""),
+        ("--version", "1"),
+        ("plan --help", ""),
+        ("list", "1"),
+        ("list", ""),
+        ("audit --all", ""),
+    ],
 )
 def test_output_that_cannot_be_written_is_told(project, words, unbuffered):
     environment = {**os.environ, "PYTHONPATH": ROOT, "PYTHONUNBUFFERED": unbuffered}

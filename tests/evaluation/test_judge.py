@@ -70,7 +70,8 @@ def endpoint(monkeypatch):
     server.usage = {"prompt_tokens": 100, "completion_tokens": 10}
     server.asked = []
     server.answers = lambda prompt, _: (200, json.dumps(honest(prompt)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    often = {"poll_interval": 0.01}  # so that its end is not waited for
+    threading.Thread(target=server.serve_forever, kwargs=often, daemon=True).start()
     monkeypatch.setattr(judge, "wait_random_exponential", lambda **_: lambda state: 0)
     address = f"http://127.0.0.1:{server.server_address[1]}/v1"
     for name, value in {
