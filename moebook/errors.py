@@ -101,8 +101,13 @@ def lacks_memory(text: str) -> bool:
 
 
 def no_memory(reason: str) -> str:
-    """Say what to free where memory ran out, for the ``reason`` that was given."""
-    return f"memory ran out ({reason}); {LESS}"
+    """Say what to free where memory ran out, for the ``reason`` that was given.
+
+    Of a long one, as NumPy gives where its libraries find no room, the line that says
+    so is quoted.
+    """
+    lines = [line for line in reason.splitlines() if lacks_memory(line)] or [reason]
+    return f"memory ran out ({lines[0].strip()[:400]}); {LESS}"
 
 
 def told(error: Exception, what: str = "") -> Refusal:
@@ -121,9 +126,10 @@ def told(error: Exception, what: str = "") -> Refusal:
 
 def _read(error: Exception) -> tuple[str, str]:
     """Return the code of an exception that is no refusal, and what it says, with a fix."""
+    whole = f"{type(error).__name__}: {error!s}"
+    if lacks_memory(whole):
+        return "E-MEMORY", no_memory(whole.removesuffix(": "))
     reason = f"{type(error).__name__}: {error!s:.400}".removesuffix(": ")
-    if lacks_memory(reason):
-        return "E-MEMORY", no_memory(reason)
     if not isinstance(error, OSError):
         return "E-INTERNAL", reason
     if error.errno in FULL:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from papermill.exceptions import PapermillExecutionError
 
-from moebook import cli, storage
+from moebook import cli, errors, storage
 from moebook.lab import records
 from moebook.lab.records import Run, store
+from moebook.lab.run import runner
 from tests.lab.conftest import make_project
 
 ROOT = str(Path(cli.__file__).parents[1])
@@ -267,6 +269,31 @@ def test_list_says_what_a_run_cost_or_what_its_manifest_lacks(
     else:
         assert code == 0
         assert f"  --on nano     seeds 0, 2, each {told}" in out
+
+
+LIBRARY = "libopenblas.so: failed to map segment from shared object"
+ADVICE = f"""
+
+IMPORTANT: PLEASE READ THIS FOR ADVICE ON HOW TO SOLVE THIS ISSUE!
+
+{"We have compiled some common reasons. " * 20}
+Original error was: {LIBRARY}
+"""
+
+
+@pytest.mark.parametrize("error", [ImportError(ADVICE), ImportError(LIBRARY)])
+def test_memory_that_ran_out_is_told_as_such_however_long_the_advice(error):
+    """As NumPy gives it where its libraries find no room: `ulimit -v 60000; moebook list`."""
+    refusal = errors.told(error)
+    assert refusal.code == "E-MEMORY"
+    assert f"{LIBRARY}); close other programs" in refusal.message
+    assert "IMPORTANT" not in refusal.message
+    of_a_cell = PapermillExecutionError(
+        0, 3, "", ename="ImportError", evalue=str(error), traceback=[]
+    )
+    code, line = runner._in_cell(of_a_cell, "a cell")
+    assert code == "E-MEMORY"
+    assert f"{LIBRARY}); close other programs" in line
 
 
 def test_a_fault_of_ours_is_one_line_and_a_report_to_send(project, monkeypatch, capsys):

@@ -370,13 +370,13 @@ def _last_begun(staged: Path, notebook: Notebook) -> str:
 
 def _in_cell(error: PapermillExecutionError, where: str) -> tuple[str, str]:
     """Return the code and the line of what a cell raised; a refusal in it keeps its code."""
-    text = f"{error.ename}: {error.evalue}".strip().removesuffix(":")[:400]
+    text = f"{error.ename}: {error.evalue}".strip().removesuffix(":")
     if error.ename == Refusal.__name__:
         code, _, message = str(error.evalue).partition(": ")
         return code, f"{where}: {message}"  # as long as a refusal may be
     if lacks_memory(text):
         return "E-MEMORY", f"{where}: {no_memory(text)}"
-    return "E-CELL", f"{where}: {text}"
+    return "E-CELL", f"{where}: {text[:400]}"
 
 
 def _executable(path: Path) -> nbformat.NotebookNode:
