@@ -390,7 +390,7 @@ def _effects(axes: Axes, effects: pd.DataFrame, names: list[str]) -> None:
         if "printed" in rows and rows.printed.notna().all():
             axes.plot(rows.printed.iloc[0], place, **PRINTED)
     axes.axvline(0, color=INK, lw=1)
-    labels = [textwrap.fill(spoken(str(line)), BESIDE) for line in lines.groups]
+    labels = [textwrap.fill(spoken(line), BESIDE) for line in lines.groups]
     axes.set_yticks(range(len(lines)), labels, fontsize=8.5)
     axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.grid(axis="x")
@@ -569,9 +569,9 @@ def legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
     figure.legend(handles.values(), names, loc="outside lower center", ncols=columns)
 
 
-def spoken(name: str) -> str:
+def spoken(name: object) -> str:
     """Write the name of a task or an arm as words: ``intent_json`` is "intent json"."""
-    return name.replace("_", " ")
+    return str(name).replace("_", " ")
 
 
 def logarithmic(axis: Axis) -> None:

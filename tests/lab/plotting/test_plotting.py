@@ -360,11 +360,11 @@ def test_a_styled_figure_has_our_colours_and_is_opaque():
 def test_tasks_and_arms_are_named_in_words():
     table = [[0.0, 1.0]]
     figure = plotting.heatmap(
-        {"nano_moe": table}, rows=["own_choice"], columns=["a", "intent_json"], label=""
+        {"nano_moe": table}, rows=["own_choice"], columns=[1, "intent_json"], label=""
     )
     axes = figure.axes[0]
     assert axes.get_title(loc="left") == "nano moe"
-    assert texts(axes.get_xticklabels()) == ["a", "intent json"]
+    assert texts(axes.get_xticklabels()) == ["1", "intent json"]
     assert texts(axes.get_yticklabels()) == ["own choice"]
     lines = {"intent_json": [1.0], "licence": [2.0]}
     (legend,) = plotting.curves(lines, **STEPS | {"steps": [0]}).legends
