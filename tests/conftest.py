@@ -55,7 +55,7 @@ sys.addaudithook(cut_the_network)
 # The tests of a line share something: a warm process, a study, the ledger, the rendered book.
 FIRST = (
     "its_values_are_in_the_page findings_are_drawn killed_runs test_sharding".split(),
-    "test_study.py test_stranger test_intervals.py test_prose test_findings.py".split(),
+    "test_study.py test_stranger test_bounds test_intervals.py test_prose test_findings.py".split(),
     "test_book.py killed_build test_own_pages compile_and_fit shipped_bases".split(),
 )
 
