@@ -50,7 +50,7 @@ FEWER = {
     "router_init": {"arms": "dense,trsu,crsu"},
     "rocket": {"targets": "kinship_told", "rates": "0.01"},
     "esft": {"arms": "fft,lora,gate"},
-    "kernels": {"ops": "route,adapters,similarity"},
+    "kernels": {"ops": "route,adapters,nearest"},
     "rivals": {"arms": "random,smear,lorahub,rocket", "targets": "kinship_told"},
     "banks": {"draws": "1"},
 }
