@@ -120,13 +120,16 @@ def test_the_times_that_we_tell_are_of_this_release_and_of_every_notebook():
     assert record["machine"]["cpu"]
     assert record["machine"]["cores"] >= 1
     assert record["pace"] > 0
-    assert record["commands"].keys() == pace.COMMANDS.keys()
+    # The two of the README at least; `smoke` and `soak` may wait for a quiet hour.
+    told = record["commands"].keys()
+    assert {"book", "test"} <= told <= pace.COMMANDS.keys()
     for command in record["commands"].values():
         assert command["wall"] > 0
         assert command["cpu"] > 0
         assert command["commit"]["id"]
     known = set(sources.notebooks(ROOT))
-    assert record["notebooks"].keys() == {"smoke", "cpu"}
+    executed = {tier for name, tier in times.TIERS.items() if name in told}
+    assert record["notebooks"].keys() == executed
     assert all(taken.keys() == known for taken in record["notebooks"].values())
 
 
