@@ -369,9 +369,10 @@ def _numbers(values: Tensor) -> Tensor:
 def _check_tokens(ids: list[int], known: int) -> None:
     """Refuse token ids that a model does not know."""
     for token in ids:
-        whole = type(token) is int  # asked first, since it is quick
-        whole = whole or (isinstance(token, Integral) and type(token) is not bool)
-        if not whole or not 0 <= token < known:
+        is_whole = type(token) is int or (  # asked first, since it is quick
+            isinstance(token, Integral) and not isinstance(token, bool)
+        )
+        if not is_whole or not 0 <= token < known:
             what = f"{shown(token)} is no token, the model knows 0 to {known - 1}"
             refuse("E-VOCAB", f"a context or an answer: {what}: use its own tokenizer")
 

@@ -32,10 +32,10 @@ def _check_tokens(name: str, column: Sequence[Any]) -> None:
     for row, tokens in enumerate(column):
         if not isinstance(tokens, list):
             refuse("E-TYPE", f"row {row}: {name} is {shown(tokens)}, expected a list")
-        for token in tokens:
-            if type(token) is not int:
-                wanted = "expected whole numbers: see data.encode"
-                refuse("E-TYPE", f"row {row}: {name} hold {shown(token)}, {wanted}")
+        strange = [token for token in tokens if type(token) is not int]
+        if strange:
+            wanted = "expected whole numbers: see data.encode"
+            refuse("E-TYPE", f"row {row}: {name} hold {shown(strange[0])}, {wanted}")
 
 
 class Batches:

@@ -562,10 +562,12 @@ def legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
     if len(handles) < 2 and not any("\n" in name for name in handles):
         return
     names = [spoken(name) for name in handles]
-    longest = max(len(line) for name in names for line in name.splitlines())
-    columns = max(1, min(len(names), ACROSS // (longest + 6)))
-    lines = math.ceil(len(names) / columns) * (1 + max(n.count("\n") for n in names))
-    figure.set_figheight(figure.get_figheight() + LINE * lines)
+    folded_names = [name.split("\n") for name in names]
+    widest = max(len(max(lines, key=len)) for lines in folded_names)
+    tallest = max(map(len, folded_names))
+    columns = max(1, min(len(names), ACROSS // (widest + 6)))
+    rows = math.ceil(len(names) / columns)
+    figure.set_figheight(figure.get_figheight() + LINE * rows * tallest)
     figure.legend(handles.values(), names, loc="outside lower center", ncols=columns)
 
 
@@ -643,10 +645,16 @@ class Round(LogLocator):
 
 def _round_numbers(low: float, high: float) -> Iterator[list[float]]:
     """Yield choices of round numbers around an interval, those that a reader likes best first."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    yield [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
-    for step in range(1, len(powers)):
-        yield [10.0**power for power in powers if power % step == 0]
+    first = math.floor(math.log10(low))
+    last = math.ceil(math.log10(high))
+    exponents = range(first, last + 1)
+    ones_twos_fives: list[float] = []
+    for exponent in exponents:
+        power = 10.0**exponent
+        ones_twos_fives += [power, 2 * power, 5 * power]
+    yield ones_twos_fives
+    for step in range(1, len(exponents)):  # every power of ten, every second, ...
+        yield [10.0**exponent for exponent in exponents if exponent % step == 0]
     for count in (5, 4, 3, 2, 1):
         evenly = MaxNLocator(count, steps=[1, 2, 5, 10]).tick_values(low, high)
         yield [float(tick) for tick in evenly if tick > 0]

@@ -45,7 +45,7 @@ def run(recipes, forks):
 
 
 # Parts that a notebook repeats for each arm, target or op: here some of them. All run in
-# `make book TIER=smoke`, each arm alone in `make soak`, each op in test_bench.py.
+# `make book TIER=smoke`, some arms alone each day in `make soak`, each op in test_bench.py.
 FEWER = {
     "router_init": {"arms": "dense,trsu,crsu"},
     "rocket": {"targets": "kinship_told", "rates": "0.01"},
