@@ -69,22 +69,17 @@ def asked(settings: Settings, known: Mapping[str, Kind]) -> dict[str, Kind]:
     return {name: arm for name, arm in known.items() if name in names}
 
 
-def check(arms: Mapping[str, Arm], settings: Settings, shared: Complaints = ()) -> None:
-    """Refuse parameters with which an arm cannot run: all complaints at once, in one line.
-
-    ``shared`` complaints come first; they are about what all arms have in common.
-    """
-    complaints = [*shared]
+def needs(arms: Mapping[str, Arm], settings: Settings) -> Complaints:
+    """Complain about parameters with which an arm cannot run."""
     by_method: dict[str, list[str]] = {}  # arms by what their methods' settings say
     for arm in arms.values():
         of_arm = [*arm.needs(settings)]
-        complaints += of_arm
+        yield from of_arm
         if not of_arm:
             for text in complaint("", arm.configure, settings):
                 by_method.setdefault(text, []).append(arm.name)
     for text, names in by_method.items():
-        complaints.append(f"arm {', '.join(names)}: {text}")
-    refuse_complaints(complaints)
+        yield f"arm {', '.join(names)}: {text}"
 
 
 def refuse_complaints(complaints: Complaints) -> None:

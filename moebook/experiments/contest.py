@@ -21,12 +21,17 @@ from moebook.experiments import pipeline
 from moebook.experiments import rocket as checks
 from moebook.experiments.arm import Settings
 from moebook.experiments.experiment import Recorder
-from moebook.experiments.targets import LONGEST, Pool, kind
+from moebook.experiments.targets import (
+    LONGEST,
+    Pool,
+    bank_of,
+    best_on_test_rows,
+    kind,
+)
 from moebook.methods import rocket
 from moebook.methods.rivals import phatgoose, pi_tuning, table, tuning
 from moebook.methods.rocket.case import Case
 from moebook.methods.rocket.loras import Lora
-from moebook.training import batches
 
 WHAT = {
     "base": "the base as it is",
@@ -69,17 +74,8 @@ def what(known: Mapping[str, table.Arm]) -> dict[str, str]:
 
 def load_bank(settings: Settings, model: nn.Module, tokenizer: Any) -> dict[str, Lora]:
     """Load the bank that the parameters name, or train one into the folder that they name."""
-    names = settings["members"]
-    return rocket.bank.load(
-        model,
-        tokenizer,
-        settings["bank_folder"],
-        names=names.split(",") if names else (),
-        rows=settings["bank_rows"],
-        own_starts=settings["starts"] == "own",
-        epochs=settings["bank_epochs"],
-        lr=settings["bank_rate"],
-    )
+    own_starts = settings["starts"] == "own"
+    return bank_of(settings, model, tokenizer, own_starts=own_starts)
 
 
 @dataclass(frozen=True)
@@ -162,12 +158,8 @@ def oracle(
     answers = rocket.measure.untuned(
         model, tokenizer, bank, shown, **_scoring(settings)
     )
-    table_ = pd.concat(answers, names=["lora", "row"]).groupby(["lora", "task"])
-    worth = table_[["correct", "nll"]].mean().eval("correct - 1e-6 * nll").unstack()
-    return {
-        target: worth.loc[list(clean), pool.tested[target]].idxmax()
-        for target, clean in prepared.clean.items()
-    }
+    joined = pd.concat(answers, names=["lora", "row"]).reset_index("lora")
+    return best_on_test_rows(joined, prepared.clean, pool)
 
 
 def whole(
@@ -275,9 +267,7 @@ class Contest:
     @cached_property
     def observed(self) -> dict[str, Any]:
         """Held-out rows on which weights are measured, in padded batches."""
-        most = self.settings["test_rows"]
-        first = {name: part[:most] for name, part in self.pool.held_out.items()}
-        return batches.fixed(first, self.tokenizer, max_length=LONGEST)
+        return self.pool.batches(self.tokenizer, self.settings["test_rows"])
 
     def _tuned(self, name: str, target: str, rate: float) -> Any:
         """Put an arm on the base and tune it; whoever asks detaches it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
@@ -17,7 +17,8 @@ from moebook import lists
 from moebook.data import hub, tasks
 from moebook.errors import Refusal, nearest, refuse, refuse_unknown
 from moebook.experiments import effects, needs, rates
-from moebook.experiments.arm import Settings, asked, complaint, refuse_complaints
+from moebook.experiments.arm import Complaints, Settings, complaint
+from moebook.experiments.checks import Check
 from moebook.experiments.effects import Idle
 from moebook.methods import esft
 from moebook.methods.esft.config import Score
@@ -212,22 +213,6 @@ def tested(settings: Settings) -> dict[str, str]:
     return tests
 
 
-def check(
-    settings: Settings,
-    device: torch.device | None = None,
-    changed: Iterable[str] = (),
-) -> dict[str, Arm]:
-    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
-
-    W-IDLE tells which of the ``changed`` parameters do nothing here.
-    """
-    every = known(settings)
-    arms = asked(settings, every)
-    refuse_complaints(_needs(settings, arms, list(every), device))
-    effects.warn(changed, idle(settings, arms))
-    return arms
-
-
 def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
     """Tell which parameters have no effect on these arms."""
     usual = {"fft": "lr_fft", "lora": "lr_lora", "token": "lr_esft", "gate": "lr_esft"}
@@ -249,9 +234,9 @@ def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
 def _needs(
     settings: Settings,
     arms: Mapping[str, Arm],
-    every: list[str],
+    every: Mapping[str, Arm],
     device: torch.device | None,
-) -> Iterator[str]:
+) -> Complaints:
     yield from rates.needs(settings, arms, every)
     yield from _base(settings, arms)
     yield from _steps(settings)
@@ -272,7 +257,7 @@ def _needs(
     yield from needs.optimizer(settings, device)
 
 
-def _base(settings: Settings, arms: Mapping[str, Arm]) -> Iterator[str]:
+def _base(settings: Settings, arms: Mapping[str, Arm]) -> Complaints:
     """Complain about a base without experts, and about groups that do not fit its experts."""
     try:
         base = skeleton(configuration(settings["base"]))
@@ -287,7 +272,7 @@ def _base(settings: Settings, arms: Mapping[str, Arm]) -> Iterator[str]:
     yield from complaint(where, esft.grouping.check, base, sorted(sizes))
 
 
-def _files(settings: Settings, targets: str) -> Iterator[str]:
+def _files(settings: Settings, targets: str) -> Complaints:
     """Complain about users' files: each has rows to train on, to test on, or both."""
     trained = {"tasks": targets, "alignment": settings["alignment"]}
     yield from needs.files(trained, needs.training_split(settings))
@@ -302,7 +287,7 @@ def _files(settings: Settings, targets: str) -> Iterator[str]:
                 yield f"rates = {settings['rates']!r}: {why}; leave rates empty"
 
 
-def _data(parameter: str, text: str) -> Iterator[str]:
+def _data(parameter: str, text: str) -> Complaints:
     """Complain about names of what is trained on that are of no data set."""
     known = [*tasks.KNOWN, *hub.CATALOGUE]
     for name in filter(str.strip, text.split(",")):
@@ -310,7 +295,7 @@ def _data(parameter: str, text: str) -> Iterator[str]:
             yield f"{parameter} lists {name!r}, no data set: {nearest(name, known)}"
 
 
-def _steps(settings: Settings) -> Iterator[str]:
+def _steps(settings: Settings) -> Complaints:
     """Complain about trainings whose only step is that of the warm-up, more tests than steps."""
     yield from needs.more_than_a_step(settings, "steps")
     if settings["rates"] and settings["steps"] == 2:
@@ -324,7 +309,7 @@ def _steps(settings: Settings) -> Iterator[str]:
         yield f"checkpoints = {settings['checkpoints']}: {why}; {remedy}"
 
 
-def _alignment(settings: Settings) -> Iterator[str]:
+def _alignment(settings: Settings) -> Complaints:
     """Complain where a task's mix needs more alignment rows than there are."""
     names = settings["alignment"].split(",")
     if not all(map(tasks.known, names)):  # sets of the hub, of any size
@@ -337,3 +322,6 @@ def _alignment(settings: Settings) -> Iterator[str]:
             why = f"{count} rows of {name} need {wanted:,} alignment rows beside them"
             remedy = f"take {have / (have + count):.2g} or less, or name more sets in alignment"
             yield f"alignment_share = {share:g}: {why}, and alignment has {have:,}; {remedy}"
+
+
+check = Check(known, _needs, idle)

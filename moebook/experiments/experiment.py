@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +12,7 @@ import pandas as pd
 from datasets import Dataset
 from torch import nn
 
-from moebook import lists, runtime
+from moebook import data, evaluation, lists, runtime
 from moebook.data.mixtures import Row
 from moebook.errors import refuse
 from moebook.experiments import rates
@@ -179,3 +180,41 @@ class Experiment:
         history = self.fit(arm, model, rate)
         answers = self.test(model, limit=self.settings["test_rows"])
         return Result(arm, rate, model, history, answers)
+
+
+def asking(settings: Settings, tokenizer: Any, names: Sequence[str]) -> Test:
+    """Return what asks a model the tasks of these names, as the parameters say."""
+    return partial(
+        evaluation.evaluate,
+        tokenizer=tokenizer,
+        tasks=names,
+        split=settings["test_split"],
+        data=settings["data_folder"],
+        chat=settings["chat"],
+    )
+
+
+def of_rows(
+    settings: Settings,
+    arms: Mapping[str, Arm],
+    rows: Rows,
+    load: Callable[[], nn.Module],
+    tokenizer: Any,
+    test: Test,
+    **how: Any,
+) -> Experiment:
+    """Encode the rows, and train by the parameters of these names and ``how``."""
+    names = "steps batch schedule warmup clip accumulate optimizer seed".split()
+    recipe = {name: settings[name] for name in names}
+    encode = partial(
+        data.encode, tokenizer=tokenizer, max_length=settings["max_length"]
+    )
+    return Experiment(
+        settings=settings,
+        arms=arms,
+        load=load,
+        train_rows=encode(rows.train),
+        valid_rows=[encode(part) for part in data.grouped(rows.valid, "task").values()],
+        recipe=recipe | {"pad_id": tokenizer.pad_token_id, **how},
+        test=test,
+    )

@@ -1,11 +1,11 @@
-"""Users' own files, where a notebook has the parameter ``mix``."""
+"""Rows by the parameter ``mix``: embedded tasks, a mixture of the hub, or a user's own file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from moebook import data
-from moebook.data import tasks
+from moebook.data import hub, tasks
 from moebook.data.mixtures import Row
 from moebook.data.tasks import SPLITS
 from moebook.experiments import needs
@@ -23,6 +23,33 @@ def complaints(settings: Settings, tested: dict[str, str]) -> Complaints:
 
 
 def rows(
+    settings: Settings, names: Sequence[str], held_out: int, tested: object
+) -> Rows:
+    """Draw the rows, the same in all runs, whatever the seed; none held out is trained on.
+
+    ``held_out`` rows measure routing. ``tested`` says what tests, where ``mix`` does not train on
+    the tasks ``names`` themselves.
+    """
+    if tasks.is_file(settings["mix"]):
+        return _of_file(settings, names, held_out, tested)
+    if settings["mix"] == "embedded":
+        split = settings["test_split"]
+        train = data.draw(
+            names, needs.training_split(settings), settings["rows_per_task"]
+        )
+        unseen = data.draw(names, split, held_out)
+        valid = data.draw(names, "validation", settings["valid_rows"])
+        tested = data.draw(names, split, settings["test_rows"])
+    else:
+        pins = hub.pins(settings["revisions"], settings["data_folder"])
+        mixed = hub.mixture(hub.MIXTURES[settings["mix"]], pins)
+        train, unseen = data.hold_out(mixed, held_out)
+        valid = unseen[: settings["valid_rows"]]
+    data.refuse_leak(train, unseen)
+    return Rows(train, unseen, valid, tested)
+
+
+def _of_file(
     settings: Settings, names: Iterable[str], held_out: int, tested: object
 ) -> Rows:
     """Draw all training rows of the file, so many of its test rows, and validation rows.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,21 @@ import pandas as pd
 import torch
 from torch import nn
 
-from moebook import data, evaluation
+from moebook import evaluation
 from moebook.analysis import routing
-from moebook.data import hub, tasks
+from moebook.data import tasks
 from moebook.experiments import arm, effects, needs, own, rates
 from moebook.experiments.arm import Arm, Complaints, Settings
+from moebook.experiments.checks import Check
 from moebook.experiments.effects import Idle
-from moebook.experiments.experiment import Experiment, Recorder, Result, Rows
+from moebook.experiments.experiment import (
+    Experiment,
+    Recorder,
+    Result,
+    Rows,
+    asking,
+    of_rows,
+)
 from moebook.methods import pesc
 from moebook.methods.pesc import Config
 from moebook.nn import routers
@@ -173,22 +181,6 @@ _EVERY = (
 ARMS: dict[str, Arm] = {each.name: each for each in _EVERY}
 
 
-def check(
-    settings: Settings,
-    device: torch.device | None = None,
-    changed: Iterable[str] = (),
-) -> dict[str, Arm]:
-    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
-
-    Nothing is loaded for it. Where the training's ``device`` is known, what needs a GPU counts.
-    W-IDLE tells which of the ``changed`` parameters do nothing here.
-    """
-    arms = arm.asked(settings, ARMS)
-    arm.check(arms, settings, _shared_needs(settings, arms, device))
-    effects.warn(changed, idle(settings, arms))
-    return arms
-
-
 def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
     """Tell which parameters have no effect on these arms."""
     yield from effects.of_rates(settings, "lr lr_full", "rate_steps valid_rows")
@@ -213,42 +205,36 @@ def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
         yield "host", "it is frozen in these arms"
 
 
-def _shared_needs(
-    settings: Settings, arms: Mapping[str, Arm], device: torch.device | None
-) -> Iterator[str]:
-    """Complain about what concerns all arms: sizes, rates, tasks, the device."""
+def _needs(
+    settings: Settings,
+    arms: Mapping[str, Arm],
+    every: Mapping[str, Arm],
+    device: torch.device | None,
+) -> Complaints:
+    """Complain about sizes, rates, tasks, the device; then about single arms."""
     experts = settings["experts"]
     if settings["top_k"] > experts:
         yield f"top_k = {settings['top_k']}: expected 1 to {experts}, since experts = {experts}"
-    yield from rates.needs(settings, arms, ARMS)
+    yield from rates.needs(settings, arms, every)
     yield from needs.more_than_a_step(settings, "steps")
     if settings["mix"] == "embedded":
         yield from needs.embedded_tasks("tasks", settings["tasks"])
     yield from needs.named({"tasks": settings["tasks"]})
     yield from own.complaints(settings, {"tasks": settings["tasks"]})
     yield from needs.optimizer(settings, device)
+    yield from arm.needs(arms, settings)
+
+
+check = Check(lambda _: ARMS, _needs, idle)
 
 
 def rows(settings: Settings) -> Rows:
     """Draw the rows, the same in all runs, whatever the seed; none held out is trained on."""
     names = settings["tasks"].split(",")
-    if settings["mix"] == "embedded":
-        split = needs.training_split(settings)
-        train = data.draw(names, split, settings["rows_per_task"])
-        held_out = data.draw(names, settings["test_split"], settings["test_rows"])
-        valid = data.draw(names, "validation", settings["valid_rows"])
-        tested: Any = held_out
-    elif tasks.is_file(settings["mix"]):
-        tested = [*tasks.content(names), settings["test_rows"]]
-        return own.rows(settings, names, HELD_OUT, tested)
-    else:
-        pins = hub.pins(settings["revisions"], settings["data_folder"])
-        mixed = hub.mixture(hub.MIXTURES[settings["mix"]], pins)
-        train, held_out = data.hold_out(mixed, HELD_OUT)
-        valid = held_out[: settings["valid_rows"]]
-        tested = [*tasks.content(names), settings["test_rows"]]
-    data.refuse_leak(train, held_out)
-    return Rows(train, held_out, valid, tested)
+    embedded = settings["mix"] == "embedded"
+    held_out = settings["test_rows"] if embedded else HELD_OUT
+    tested = [*tasks.content(names), settings["test_rows"]]
+    return own.rows(settings, names, held_out, tested)
 
 
 def experiment(
@@ -259,38 +245,12 @@ def experiment(
     tokenizer: Any,
 ) -> Experiment:
     """Bring together what all arms share; ``load`` returns a fresh base at each call."""
-    length = settings["max_length"]
-    by_task = data.grouped(rows.valid, "task").values()
+    ask = asking(settings, tokenizer, settings["tasks"].split(","))
 
     def test(model: nn.Module, limit: int) -> pd.DataFrame:
-        answers = evaluation.evaluate(
-            model,
-            tokenizer,
-            settings["tasks"].split(","),
-            limit=limit,
-            split=settings["test_split"],
-            data=settings["data_folder"],
-            chat=settings["chat"],
-        )
-        return evaluation.by_benchmark(answers, pesc.GROUPS)
+        return evaluation.by_benchmark(ask(model, limit=limit), pesc.GROUPS)
 
-    return Experiment(
-        settings=settings,
-        arms=arms,
-        load=load,
-        train_rows=data.encode(rows.train, tokenizer, max_length=length),
-        valid_rows=[
-            data.encode(part, tokenizer, max_length=length) for part in by_task
-        ],
-        recipe=recipe(settings, tokenizer.pad_token_id),
-        test=test,
-    )
-
-
-def recipe(settings: Settings, pad_id: int) -> dict[str, Any]:
-    """Return how every arm is trained, but for its rate: keywords of `training.fit`."""
-    names = "steps batch schedule warmup clip accumulate optimizer seed".split()
-    return {name: settings[name] for name in names} | {"pad_id": pad_id}
+    return of_rows(settings, arms, rows, load, tokenizer, test)
 
 
 def record(run: Recorder, root: str, result: Result) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-
-import torch
+from collections.abc import Iterable, Mapping
 
 from moebook.errors import Refusal, refuse
-from moebook.experiments import effects, needs, rates
-from moebook.experiments.arm import Settings, asked, complaint, refuse_complaints
+from moebook.experiments import needs, rates
+from moebook.experiments.arm import Complaints, Settings, complaint
+from moebook.experiments.checks import Check
 from moebook.experiments.effects import Idle
 from moebook.experiments.rocket import (
     makes_bank,
@@ -40,22 +39,6 @@ def known(settings: Settings) -> dict[str, table.Arm]:
         refuse("E-RANGE", refusal.message)
 
 
-def check(
-    settings: Settings,
-    device: torch.device | None = None,
-    changed: Iterable[str] = (),
-) -> dict[str, table.Arm]:
-    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
-
-    W-IDLE tells which of the ``changed`` parameters do nothing here.
-    """
-    every = known(settings)
-    arms = asked(settings, every)
-    refuse_complaints(_needs(settings, arms, every))
-    effects.warn(changed, idle(settings, arms))
-    return arms
-
-
 def idle(settings: Settings, arms: Mapping[str, table.Arm]) -> Idle:
     """Tell which parameters have no effect on these arms."""
     if not makes_bank(settings):
@@ -75,9 +58,12 @@ def idle(settings: Settings, arms: Mapping[str, table.Arm]) -> Idle:
 
 
 def _needs(
-    settings: Settings, arms: dict[str, table.Arm], every: dict[str, table.Arm]
-) -> Iterator[str]:
-    yield from rates.needs(settings, list(arms), list(every), at_least_one=True)
+    settings: Settings,
+    arms: Mapping[str, table.Arm],
+    every: Mapping[str, table.Arm],
+    _: object,
+) -> Complaints:
+    yield from rates.needs(settings, arms, every, at_least_one=True)
     yield from on_a_bank(settings)
     sizes = {name: settings[name] for name in SIZES}
     yield from complaint("", lambda: rocket.Config.preset("fixed", **sizes))
@@ -109,7 +95,7 @@ def _needs(
 
 def _sources(
     settings: Settings, arms: Mapping[str, table.Arm], bank: Iterable[str]
-) -> Iterator[str]:
+) -> Complaints:
     """Complain about arms that take rows of each LoRA, where the bank is a stranger's."""
     takers = [name for name, arm in arms.items() if arm.rival in OWN["source_rows"]]
     known = list(rocket.bank.SETS)
@@ -121,3 +107,6 @@ def _sources(
         lack = f"of {without[0]!r} none are known"
         where = f"bank_folder = {settings['bank_folder']!r}"
         yield f"{where}: {why}, and {lack}; leave them out of arms"
+
+
+check = Check(known, _needs, idle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 from moebook import lists
 from moebook.data import tasks
 from moebook.errors import Refusal, nearest, refuse
-from moebook.experiments import effects, needs, rates
-from moebook.experiments.arm import Settings, asked, complaint, refuse_complaints
+from moebook.experiments import needs, rates
+from moebook.experiments.arm import Complaints, Settings, complaint
+from moebook.experiments.checks import Check
 from moebook.experiments.effects import Idle
 from moebook.experiments.pipeline import Arm
 from moebook.methods import rocket
@@ -91,22 +92,6 @@ def tested(targets: Sequence[str], benchmarks: Sequence[str]) -> dict[str, str]:
     return dict(zip(targets, benchmarks or targets, strict=True))
 
 
-def check(
-    settings: Settings,
-    device: torch.device | None = None,
-    changed: Iterable[str] = (),
-) -> dict[str, Arm | None]:
-    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
-
-    W-IDLE tells which of the ``changed`` parameters do nothing here.
-    """
-    every = known(settings)
-    arms = asked(settings, every)
-    refuse_complaints(_needs(settings, arms, list(every), device))
-    effects.warn(changed, idle(settings, arms))
-    return arms
-
-
 def idle(settings: Settings, arms: Mapping[str, Arm | None]) -> Idle:
     """Tell which parameters have no effect on these arms."""
     if not makes_bank(settings):
@@ -142,9 +127,9 @@ def of_the_source(settings: Settings) -> Idle:
 def _needs(
     settings: Settings,
     arms: Mapping[str, Arm | None],
-    every: list[str],
+    every: Mapping[str, Arm | None],
     device: torch.device | None,
-) -> Iterator[str]:
+) -> Complaints:
     yield from rates.needs(settings, arms, every, at_least_one=True)
     yield from on_a_bank(settings)
     yield from _steps(settings, arms)
@@ -177,7 +162,7 @@ def _grid(settings: Settings) -> list[float]:
         return []
 
 
-def _steps(settings: Settings, arms: Mapping[str, Arm | None]) -> Iterator[str]:
+def _steps(settings: Settings, arms: Mapping[str, Arm | None]) -> Complaints:
     """Complain about arms whose only step is that of the warm-up."""
     if not settings["epochs"]:
         if any(name != "expert_lora" for name in arms):
@@ -210,7 +195,7 @@ def annotated(settings: Settings) -> dict[str, int]:
     return needs.available(settings, names)
 
 
-def on_a_bank(settings: Settings) -> Iterator[str]:
+def on_a_bank(settings: Settings) -> Complaints:
     """Complain about what Rocket's notebook and the rivals' share: targets, members, sizes."""
     yield from needs.named({"targets": settings["targets"]})
     names = settings["targets"].split(",")
@@ -249,14 +234,14 @@ def on_a_bank(settings: Settings) -> Iterator[str]:
     yield from encoder_there(settings)
 
 
-def encoder_there(settings: Settings) -> Iterator[str]:
+def encoder_there(settings: Settings) -> Complaints:
     """Complain about an encoder's folder that is not there."""
     encoder = settings["encoder"]
     if encoder.startswith(("/", "./", "~")) and not Path(encoder).expanduser().exists():
         yield f"encoder = {encoder!r}: there is no such folder; take minilm, or org/name@commit"
 
 
-def choice(settings: Settings, bank: Sequence[str]) -> Iterator[str]:
+def choice(settings: Settings, bank: Sequence[str]) -> Complaints:
     """Complain about a bank with fewer LoRAs than are to be chosen from for a target.
 
     A LoRA of the target's own task is left out there: it has seen the rows.
@@ -290,3 +275,6 @@ def members(settings: Settings) -> list[str] | None:
         return [path.name for path in rocket.loras.folders(settings["bank_folder"])]
     except Refusal:
         return None
+
+
+check = Check(known, _needs, idle)

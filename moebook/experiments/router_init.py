@@ -6,7 +6,7 @@ What of an arm follows from the parameters (its steps, when it is tested) `upcyc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,12 +19,19 @@ from torch import Tensor, nn
 
 from moebook import data, evaluation
 from moebook.analysis import routers, routing
-from moebook.data import hub, tasks
+from moebook.data import tasks
 from moebook.errors import Refusal
 from moebook.experiments import arm, effects, needs, own, rates
 from moebook.experiments.arm import Arm, Complaints, Settings
+from moebook.experiments.checks import Check
 from moebook.experiments.effects import Idle
-from moebook.experiments.experiment import Experiment, Recorder, Rows
+from moebook.experiments.experiment import (
+    Experiment,
+    Recorder,
+    Rows,
+    asking,
+    of_rows,
+)
 from moebook.methods import upcycling
 from moebook.methods.upcycling.config import LABORATORY, LED, MAIN
 from moebook.methods.upcycling.representations import Representations
@@ -192,22 +199,6 @@ ARMS: dict[str, Arm] = {
 }
 
 
-def check(
-    settings: Settings,
-    device: torch.device | None = None,
-    changed: Iterable[str] = (),
-) -> dict[str, Arm]:
-    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
-
-    Nothing is loaded for it. Where the training's ``device`` is known, what needs a GPU counts.
-    W-IDLE tells which of the ``changed`` parameters do nothing here.
-    """
-    arms = arm.asked(settings, ARMS)
-    arm.check(arms, settings, _shared_needs(settings, arms, device))
-    effects.warn(changed, idle(settings, arms))
-    return arms
-
-
 def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
     """Tell which parameters have no effect on these arms."""
     yield from effects.of_rates(settings, "lr", "rate_steps")
@@ -231,10 +222,13 @@ def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
 
 
 def _shared_needs(
-    settings: Settings, arms: Mapping[str, Arm], device: torch.device | None
-) -> Iterator[str]:
-    """Complain about what concerns all arms: rates, tasks, the device."""
-    yield from rates.needs(settings, arms, ARMS)
+    settings: Settings,
+    arms: Mapping[str, Arm],
+    every: Mapping[str, Arm],
+    device: torch.device | None,
+) -> Complaints:
+    """Complain about rates, tasks, the device; then about single arms."""
+    yield from rates.needs(settings, arms, every)
     tested = {f"tasks_{area}": settings[f"tasks_{area}"] for area in AREAS}
     tested = {parameter: text for parameter, text in tested.items() if text}
     if not tested:
@@ -255,9 +249,13 @@ def _shared_needs(
         remedy = f"take {COMPARED} or more, a token for each"
         yield f"kept_tokens = {settings['kept_tokens']}: {why}; {remedy}"
     yield from needs.optimizer(settings, device)
+    yield from arm.needs(arms, settings)
 
 
-def _hardest(settings: Settings) -> Iterator[str]:
+check = Check(lambda _: ARMS, _shared_needs, idle)
+
+
+def _hardest(settings: Settings) -> Complaints:
     """Complain about a share of the hardest rows that is none of a domain's."""
     for domain, count in _rows_by_domain(settings).items():
         rows = min(count, settings["hardest_rows"])
@@ -286,25 +284,9 @@ def _listed(settings: Settings) -> dict[str, str]:
 def rows(settings: Settings) -> Rows:
     """Draw the rows, the same in all runs, whatever the seed; none held out is trained on."""
     names = list(_listed(settings))
-    if settings["mix"] == "embedded":
-        split = settings["test_split"]
-        train = data.draw(
-            names, needs.training_split(settings), settings["rows_per_task"]
-        )
-        held_out = data.draw(names, split, settings["routed_rows"])
-        tested: Any = data.draw(names, split, settings["test_rows"])
-        valid = data.draw(names, "validation", settings["valid_rows"])
-    elif tasks.is_file(settings["mix"]):
-        tested = {"tasks": tasks.content(names), "rows": settings["test_rows"]}
-        return own.rows(settings, names, settings["routed_rows"], tested)
-    else:
-        pins = hub.pins(settings["revisions"], settings["data_folder"])
-        mixed = hub.mixture(hub.MIXTURES[settings["mix"]], pins)
-        train, held_out = data.hold_out(mixed, settings["routed_rows"])
-        tested = {"benchmarks": tasks.content(names), "rows": settings["test_rows"]}
-        valid = held_out[: settings["valid_rows"]]
-    data.refuse_leak(train, held_out)
-    return Rows(train, held_out, valid, tested)
+    what = "tasks" if tasks.is_file(settings["mix"]) else "benchmarks"
+    tested = {what: tasks.content(names), "rows": settings["test_rows"]}
+    return own.rows(settings, names, settings["routed_rows"], tested)
 
 
 def merge_domains(rows: Rows) -> None:
@@ -428,36 +410,12 @@ def experiment(
 
     ``load`` returns a fresh base in float32 at each call; ``bf16`` is what products are in.
     """
-    names = "steps batch schedule warmup clip accumulate optimizer seed".split()
-    recipe = {name: settings[name] for name in names}
-    encode = partial(
-        data.encode, tokenizer=tokenizer, max_length=settings["max_length"]
-    )
     started = {
         name: replace(each, build=partial(build, start=starts.get(name)))
         for name, each in arms.items()
     }
-
-    def test(model: nn.Module, limit: int) -> pd.DataFrame:
-        return evaluation.evaluate(
-            model,
-            tokenizer,
-            list(_listed(settings)),
-            limit=limit,
-            split=settings["test_split"],
-            data=settings["data_folder"],
-            chat=settings["chat"],
-        )
-
-    return Experiment(
-        settings=settings,
-        arms=started,
-        load=load,
-        train_rows=encode(rows.train),
-        valid_rows=[encode(part) for part in data.grouped(rows.valid, "task").values()],
-        recipe=recipe | {"pad_id": tokenizer.pad_token_id, "bf16": bf16},
-        test=test,
-    )
+    test = asking(settings, tokenizer, list(_listed(settings)))
+    return of_rows(settings, started, rows, load, tokenizer, test, bf16=bf16)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,11 @@ class Pool:
         test = self.tested[target]
         return self.own.get(test, test)
 
+    def batches(self, tokenizer: Any, most: int) -> dict[str, Any]:
+        """Return the first held-out rows of each target, so many, in padded batches."""
+        first = {name: part[:most] for name, part in self.held_out.items()}
+        return batches.fixed(first, tokenizer, max_length=LONGEST)
+
 
 def rows(settings: Settings) -> Pool:
     """Draw annotated, test and open rows; no open row is a test row (E-LEAK)."""
@@ -117,18 +122,26 @@ def rows(settings: Settings) -> Pool:
 
 def load_bank(settings: Settings, model: nn.Module, tokenizer: Any) -> dict[str, Lora]:
     """Load the bank that the parameters name, or train one into the folder that they name."""
+    pins = hub.pins(settings["revisions"], settings["data_folder"])
+    rank = settings["bank_rank"]
+    sizes = {"rank": rank, "alpha": float(rank)}
+    return bank_of(settings, model, tokenizer, pins=pins, **sizes)
+
+
+def bank_of(
+    settings: Settings, model: nn.Module, tokenizer: Any, **changes: Any
+) -> dict[str, Lora]:
+    """Load the bank of Rocket's notebook or the rivals', or train it with ``changes``."""
     names = settings["members"]
     return rocket.bank.load(
         model,
         tokenizer,
         settings["bank_folder"],
         names=names.split(",") if names else (),
-        pins=hub.pins(settings["revisions"], settings["data_folder"]),
         rows=settings["bank_rows"],
         epochs=settings["bank_epochs"],
         lr=settings["bank_rate"],
-        rank=settings["bank_rank"],
-        alpha=float(settings["bank_rank"]),
+        **changes,
     )
 
 
@@ -261,9 +274,7 @@ class Targets:
     @cached_property
     def observed(self) -> dict[str, Any]:
         """Held-out rows on which the routing is measured, in padded batches."""
-        most = self.settings["test_rows"]
-        first = {name: part[:most] for name, part in self.pool.held_out.items()}
-        return batches.fixed(first, self.tokenizer, max_length=LONGEST)
+        return self.pool.batches(self.tokenizer, self.settings["test_rows"])
 
     def experts(self, target: str, name: str) -> tuple[str, ...]:
         """Name the LoRAs that an arm starts from."""
@@ -523,11 +534,6 @@ def mixed_errors(cases: pd.DataFrame) -> dict[str, float]:
         name: float(np.average(some[name], weights=some.mixed))
         for name in cases.columns[3:]
     }
-
-
-def sizes(names: Iterable[str]) -> list[str]:
-    """Return the arms that change a size, and the default."""
-    return [name for name in names if name == "mixture" or name[-1].isdigit()]
 
 
 def record_foretold(run: Recorder, paired: pd.DataFrame) -> None:

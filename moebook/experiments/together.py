@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from moebook import lists
 from moebook import nn as mnn
 from moebook.data import tasks
 from moebook.errors import nearest
-from moebook.experiments import crafts, effects, needs, rates
-from moebook.experiments.arm import Settings, asked, complaint, refuse_complaints
+from moebook.experiments import crafts, needs, rates
+from moebook.experiments.arm import Complaints, Settings, complaint
+from moebook.experiments.checks import Check
 from moebook.experiments.effects import Idle
 from moebook.methods.rivals import mixlora
 from moebook.models.anatomy import anatomy
@@ -117,22 +117,6 @@ def known(settings: Settings) -> dict[str, Arm]:
     return arms(sparse=any(layer.kind == "sparse" for layer in host.layers))
 
 
-def check(
-    settings: Settings,
-    device: torch.device | None = None,
-    changed: Iterable[str] = (),
-) -> dict[str, Arm]:
-    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
-
-    W-IDLE tells which of the ``changed`` parameters do nothing here.
-    """
-    every = known(settings)
-    arms = asked(settings, every)
-    refuse_complaints(_needs(settings, arms, every))
-    effects.warn(changed, idle(settings, arms))
-    return arms
-
-
 def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
     """Tell which parameters have no effect on these arms, and on those trained again."""
     if len(lists.rates("rates", settings["rates"])) == 1:
@@ -160,8 +144,9 @@ def _needs(
     settings: Settings,
     arms: Mapping[str, Arm],
     every: Mapping[str, Arm],
-) -> Iterator[str]:
-    yield from rates.needs(settings, list(arms), list(every), at_least_one=True)
+    _: object,
+) -> Complaints:
+    yield from rates.needs(settings, arms, every, at_least_one=True)
     yield from complaint("", lists.listed, "again", settings["again"], every)
     yield from needs.named({"tasks": settings["tasks"]})
     for parameter in ("tasks", "new"):
@@ -183,7 +168,7 @@ def _needs(
         yield from _needs_of(name, every[name], settings)
 
 
-def _new(settings: Settings) -> Iterator[str]:
+def _new(settings: Settings) -> Complaints:
     """Complain about a new task that is none, or has fewer rows than it shall have shots."""
     name = settings["new"]
     if name in settings["tasks"].split(","):
@@ -195,7 +180,7 @@ def _new(settings: Settings) -> Iterator[str]:
             yield f"{shots}: {name} has {rows} training rows; take 2 to {rows}"
 
 
-def _needs_of(name: str, arm: Arm, settings: Settings) -> Iterator[str]:
+def _needs_of(name: str, arm: Arm, settings: Settings) -> Complaints:
     """Complain about what one arm cannot do, or what it would do at another size than asked."""
     names = settings["tasks"].split(",")
     leave = f"or leave {name} out of arms and again"
@@ -240,3 +225,6 @@ def _experts(name: str, arm: Arm, settings: Settings) -> tuple[int, str]:
     if name == "pesc_bank":
         return len(settings["tasks"].split(",")), "one a task"
     return settings["top_k"], "top_k"  # no other has any of its own
+
+
+check = Check(known, _needs, idle)
