@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -58,6 +59,11 @@ def seed_everything(seed: Annotated[int, Field(ge=0, lt=2**32)]) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def now() -> str:
+    """Return the time to the second (UTC), as records have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def processes() -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 from moebook.data import tasks
 from moebook.data.reading import field as text_field
+from moebook.data.tasks.item import prompt_digest
 from moebook.data.tasks.task import shipped
 from moebook.errors import refuse
 from moebook.settings import Count, Each, checked
@@ -65,8 +65,7 @@ def hashes(rows: Iterable[Mapping[str, str]]) -> set[str]:
     """Hash each row's prompt (sha256; case and spacing do not count)."""
     digests = set()
     for number, row in enumerate(rows):
-        words = _text(row, "prompt", number).casefold().split()
-        digests.add(hashlib.sha256(" ".join(words).encode()).hexdigest())
+        digests.add(prompt_digest(_text(row, "prompt", number)))
     return digests
 
 

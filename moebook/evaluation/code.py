@@ -13,7 +13,6 @@ over objects of the program's own classes fail any program here: only plain valu
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import math
 import random
@@ -34,7 +33,7 @@ from moebook.evaluation.sandbox import judged
 from moebook.models.checkpoint import hashed
 from moebook.runtime import cores, progress
 from moebook.settings import Count, Size, checked, settings
-from moebook.storage import read_json, write
+from moebook.storage import read_json, text_digest, write
 
 with extra("evaluate", "HumanEval and MBPP"):
     from lm_eval.api.task import Task
@@ -172,7 +171,7 @@ def _programs(
     programs: dict[str, Programs] = {}
     for item in asked:
         question = f"{model} {sampling} {item}"
-        digests[item.name] = hashlib.sha256(question.encode()).hexdigest()
+        digests[item.name] = text_digest(question)
         path = Path(keep) / f"{item.name}.json"
         if keep and path.exists():
             file = read_json(path)

@@ -32,15 +32,14 @@ from moebook.data import hub, reading
 from moebook.data.tasks import KNOWN
 from moebook.data.templates import whole
 from moebook.errors import Refusal, nearest, refuse
+from moebook.evaluation.benchmarks import PROGRAMS, Line
 from moebook.evaluation.model import InMemory, Pair
 from moebook.settings import Each, Place, checked
 
-PROGRAMS = ("humaneval", "mbpp")  # what a model writes for them runs
 METRICS = ("exact_match", "acc_norm", "acc")
 """The first that a benchmark reports judges it."""
 SPLITS = {"training_split", "validation_split", "test_split", "fewshot_split"}
 OURS = Path(__file__).with_name("tasks")
-Line = tuple[Any, ...]  # of the table, without what was asked for
 utils.env.from_string = functools.lru_cache(utils.env.from_string)
 """lm-eval compiles its templates anew for every row: most of the time of a check."""
 

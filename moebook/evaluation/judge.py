@@ -8,7 +8,6 @@ environment. The paper has GPT-4 give points from 0 to 10 by a few criteria
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import math
 import os
@@ -27,7 +26,7 @@ from moebook.data import tasks
 from moebook.errors import extra, refuse, refuse_unknown
 from moebook.runtime import progress
 from moebook.settings import Count, Positive, checked, columns, settings
-from moebook.storage import formed, read_json, write
+from moebook.storage import formed, read_json, text_digest, write
 
 with extra("evaluate", "grading by a model"):
     import httpx2
@@ -223,7 +222,7 @@ class Judge:
     def _reply(self, prompt: str, check: Callable[[dict[str, Any]], bool]) -> Reply:
         """Return what is known of a question, or ask; again if a reply has no sense."""
         end = self.endpoint
-        name = hashlib.sha256(f"{end.model}\n{prompt}".encode()).hexdigest()
+        name = text_digest(f"{end.model}\n{prompt}")
         path = self.folder / f"{name}.json"
         if path.is_file():
             said = read_json(path)

@@ -184,9 +184,7 @@ class InMemory:
         targets = ids[:, first + 1 :]  # [B, places]
         inputs = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]}
         if reads_prompt(self.model):
-            inputs["labels"] = ids[:, first:-1].clone()
-            for line, (before, _) in enumerate(pairs):
-                inputs["labels"][line, : len(before) - first] = IGNORED
+            inputs["labels"] = _behind_prompts(ids[:, first:-1], pairs, first)
         # As in `Batches.collate`.
         places = torch.arange(first, ids.shape[1] - 1, device=ids.device)
         logits = self.model(**inputs, logits_to_keep=places, use_cache=False).logits
@@ -279,9 +277,7 @@ class InMemory:
         inputs = {"input_ids": ids, "logits_to_keep": places}
         if reads_prompt(self.model):
             inputs["attention_mask"] = mask
-            inputs["labels"] = ids[:, first:].clone()
-            for line, (before, _) in enumerate(rows):
-                inputs["labels"][line, : len(before) - first] = IGNORED
+            inputs["labels"] = _behind_prompts(ids[:, first:], rows, first)
         logits = self.model(**inputs, use_cache=False).logits
         return logits[torch.arange(len(rows), device=ids.device), last - first]
 
@@ -345,6 +341,14 @@ class InMemory:
             text += f" to fit the model's {self.longest} tokens"
             warnings.warn(f"W-LONG: {text}", stacklevel=3)
         return fitting
+
+
+def _behind_prompts(ids: Tensor, rows: Sequence[Pair], first: int) -> Tensor:
+    """Return tokens from a ``first`` place on as labels, without those of the contexts."""
+    labels = ids.clone()
+    for line, (before, _) in enumerate(rows):
+        labels[line, : len(before) - first] = IGNORED
+    return labels
 
 
 def _closing_tokens(tokenizer: Any) -> int:

@@ -17,6 +17,11 @@ Kind = TypeVar("Kind")
 Complaints = Iterable[str]  # each names a parameter, its value, and what would do
 
 
+def picked(settings: Settings, names: str) -> dict[str, Any]:
+    """Return the parameters of these names, which have spaces between them."""
+    return {name: settings[name] for name in names.split()}
+
+
 def no_needs(settings: Settings) -> Complaints:
     """Complain about nothing."""
     return ()

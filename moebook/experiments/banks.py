@@ -19,7 +19,13 @@ from torch import nn
 from moebook.data import tasks
 from moebook.errors import Refusal, nearest, refuse
 from moebook.experiments import needs, pipeline
-from moebook.experiments.arm import Complaints, Settings, asked, refuse_complaints
+from moebook.experiments.arm import (
+    Complaints,
+    Settings,
+    asked,
+    picked,
+    refuse_complaints,
+)
 from moebook.experiments.experiment import Recorder
 from moebook.experiments.pipeline import Arm
 from moebook.experiments.rocket import SIZES, annotated, choice, encoder_there
@@ -41,7 +47,7 @@ Cases = Mapping[str, Case]  # what the shots say of each kind's bank
 
 def main(settings: Settings) -> rocket.Config:
     """Return the settings of the mixture, which all arms share."""
-    return rocket.Config(**{name: settings[name] for name in SIZES})
+    return rocket.Config(**picked(settings, SIZES))
 
 
 def solver(case: Case, bank: Bank) -> str:

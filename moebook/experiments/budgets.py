@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from moebook import data, evaluation, lists, together, training
+from moebook import data, evaluation, together, training
 from moebook.data.mixtures import Row
 from moebook.experiments import crafts, needs, rates
-from moebook.experiments.arm import Settings
+from moebook.experiments.arm import Settings, picked
 from moebook.experiments.crafts import Bank
 from moebook.experiments.experiment import Recorder
 from moebook.experiments.rates import Rates
 from moebook.experiments.together import Arm
 from moebook.methods import rocket
-from moebook.methods.rocket.loras import Lora, linears
+from moebook.methods.rocket.loras import Lora, linears, zeros
 from moebook.together import Setup, budget, combining
 from moebook.training import History
 
@@ -67,7 +67,7 @@ class Pool:
 def rows(settings: Settings) -> Pool:
     """Draw rows; no test or validation prompt is among those that train (E-LEAK)."""
     names = settings["tasks"].split(",")
-    split = "train" if settings["test_split"] == "test" else "rest"
+    split = needs.training_split(settings)
     train = {
         name: data.draw([name], split, settings["rows_per_task"], settings["seed"])
         for name in names
@@ -94,9 +94,8 @@ def setup(
 
     Rows that are all longer than ``max_length``, of any task or of the new one, are refused.
     """
-    names = "parameters adapters copies experts top_k shots threshold".split()
-    sizes = {name: settings[name] for name in names}
-    recipe = {name: settings[name] for name in ("batch", "schedule", "warmup", "clip")}
+    sizes = picked(settings, "parameters adapters copies experts top_k shots threshold")
+    recipe = picked(settings, "batch schedule warmup clip")
     made = Setup(
         model,
         tokenizer,
@@ -195,12 +194,7 @@ def _train_bank(
 
 def _blank(model: nn.Module, targets: Sequence[str], rank: int) -> Lora:
     """Return a LoRA of zeros, which takes the FLOPs of one."""
-    down: dict[str, Tensor] = {}
-    up: dict[str, Tensor] = {}
-    for path, layer in linears(model, targets).items():
-        down[path] = torch.zeros(rank, layer.in_features)
-        up[path] = torch.zeros(layer.out_features, rank)
-    return Lora("blank", rank, float(rank), down, up)
+    return Lora("blank", rank, float(rank), *zeros(linears(model, targets), rank))
 
 
 @dataclass(frozen=True)
@@ -253,7 +247,7 @@ class Budgets:
 
     def choose_rates(self, run: Recorder) -> Rates:
         """Return each arm's rate: the best of the grid with a share of the tokens, or the one."""
-        grid = lists.rates("rates", self.settings["rates"])
+        grid = rates.grid(self.settings)
         if len(grid) == 1:
             return Rates(dict.fromkeys(self.arms, grid[0]))
 
@@ -279,7 +273,7 @@ class Budgets:
 
     def run_again(self, name: str, best: Rates) -> Result:
         """Train an arm until the FLOPs are spent, at the rate that was chosen for it, if any."""
-        first = lists.rates("rates", self.settings["rates"])[0]
+        first = rates.grid(self.settings)[0]
         trained = train(
             self.setup,
             self.known[name],

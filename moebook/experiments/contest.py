@@ -15,11 +15,11 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
-from moebook import data, evaluation, lists, runtime, training
+from moebook import data, evaluation, runtime, training
 from moebook.data import hub
-from moebook.experiments import pipeline
+from moebook.experiments import pipeline, rates
 from moebook.experiments import rocket as checks
-from moebook.experiments.arm import Settings
+from moebook.experiments.arm import Settings, picked
 from moebook.experiments.experiment import Recorder
 from moebook.experiments.targets import (
     LONGEST,
@@ -100,8 +100,7 @@ def prepare(
     encoder: Any,
 ) -> Prepared:
     """Let Rocket choose experts and open rows for each target, of a bank without leaks."""
-    sizes = {name: settings[name] for name in checks.SIZES}
-    main = rocket.Config.preset("fixed", **sizes)
+    main = rocket.Config.preset("fixed", **picked(settings, checks.SIZES))
     mixture = pipeline.Arm(config=main)
     pad_id = tokenizer.pad_token_id or 0
     clean = {
@@ -213,7 +212,7 @@ def shipped(
         fishers = pi_tuning.fishers(model, bank, own, usual)
     gates: dict[float, Any] = {}
     if "phatgoose" in rivals:
-        for rate in lists.rates("rates", settings["rates"]):
+        for rate in rates.grid(settings):
             how = phatgoose.Config.preset(
                 "bank", lr=rate, steps=settings["gate_steps"], batch=settings["batch"]
             )
@@ -261,8 +260,8 @@ class Contest:
     @property
     def recipe(self) -> dict[str, Any]:
         """How every arm is tuned, but for its rate."""
-        names = "steps batch schedule accumulate weight_decay seed".split()
-        return {name: self.settings[name] for name in names}
+        names = "steps batch schedule accumulate weight_decay seed"
+        return picked(self.settings, names)
 
     @cached_property
     def observed(self) -> dict[str, Any]:
@@ -298,7 +297,7 @@ class Contest:
         Nats per token on the validation rows, the mean over targets; variants take an arm's rate.
         """
         rated = sorted({arm.rated for arm in self.arms.values()} - {""})
-        tried = lists.rates("rates", self.settings["rates"])
+        tried = rates.grid(self.settings)
         lines: list[tuple[str, float, str, float]] = []
         for name, rate, target in product(rated, tried, self.pool.tested):
             done = self._tuned(name, target, rate)
@@ -311,7 +310,7 @@ class Contest:
     def rates(self, grid: pd.DataFrame) -> dict[str, float]:
         """Return each arm's rate: the best that was tried for it, or the first."""
         best = grid.idxmin(axis=1).to_dict()
-        fallback = lists.rates("rates", self.settings["rates"])[0]
+        fallback = rates.grid(self.settings)[0]
         return {name: best.get(arm.rated, fallback) for name, arm in self.arms.items()}
 
     def test(self, target: str) -> pd.DataFrame:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 
-from moebook import lists
 from moebook.data import tasks
+from moebook.experiments import rates
 from moebook.experiments.arm import Settings
 
 Idle = Iterator[tuple[str, str]]
@@ -33,7 +33,7 @@ def of_rates(settings: Settings, usual: str, trial: str) -> Idle:
 
     ``usual`` parameters hold the rates of arms without a search, ``trial`` ones are of it.
     """
-    grid = lists.rates("rates", settings["rates"])
+    grid = rates.grid(settings)
     if grid:
         yield usual, "every arm takes its rate from rates"
     elif settings.get("fixed_rates"):

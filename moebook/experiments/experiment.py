@@ -12,12 +12,13 @@ import pandas as pd
 from datasets import Dataset
 from torch import nn
 
-from moebook import data, evaluation, lists, runtime
+from moebook import data, evaluation, runtime
 from moebook.data.mixtures import Row
 from moebook.errors import refuse
 from moebook.experiments import rates
-from moebook.experiments.arm import Arm, Settings
+from moebook.experiments.arm import Arm, Settings, picked
 from moebook.experiments.rates import Rates
+from moebook.models.anatomy import count
 from moebook.training import History, fit, nats, recompute, widen
 from moebook.training.loop import Milestones
 
@@ -69,9 +70,7 @@ class Result:
     @property
     def trained(self) -> int:
         """How many parameters it trained."""
-        return sum(
-            part.numel() for part in self.model.parameters() if part.requires_grad
-        )
+        return count(self.model, trained=True)
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ class Experiment:
         Every arm tries every rate of the parameter ``rates``, each by a training of its own of
         ``rate_steps`` under the same schedule, and is judged on the validation rows.
         """
-        grid = lists.rates("rates", self.settings["rates"])
+        grid = rates.grid(self.settings)
         if not grid:
             return rates.given(self.settings, self.arms)
 
@@ -204,8 +203,8 @@ def of_rows(
     **how: Any,
 ) -> Experiment:
     """Encode the rows, and train by the parameters of these names and ``how``."""
-    names = "steps batch schedule warmup clip accumulate optimizer seed".split()
-    recipe = {name: settings[name] for name in names}
+    names = "steps batch schedule warmup clip accumulate optimizer seed"
+    recipe = picked(settings, names)
     encode = partial(
         data.encode, tokenizer=tokenizer, max_length=settings["max_length"]
     )

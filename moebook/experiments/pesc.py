@@ -17,7 +17,7 @@ from moebook import evaluation
 from moebook.analysis import routing
 from moebook.data import tasks
 from moebook.experiments import arm, effects, needs, own, rates
-from moebook.experiments.arm import Arm, Complaints, Settings
+from moebook.experiments.arm import Arm, Complaints, Settings, picked
 from moebook.experiments.checks import Check
 from moebook.experiments.effects import Idle
 from moebook.experiments.experiment import (
@@ -33,16 +33,9 @@ from moebook.methods.pesc import Config
 from moebook.nn import routers
 from moebook.settings import SIZE
 
-FIELDS = (
-    "experts",
-    "top_k",
-    "adapter_width",
-    "adapter_scale",
-    "balance_weight",
-    "host",
-    "lora_rank",
-    "lora_alpha",
-)
+# Parameters that are fields of `pesc.Config`.
+FIELDS = """experts top_k adapter_width adapter_scale balance_weight
+            host lora_rank lora_alpha"""
 HELD_OUT = 256  # rows of a mixture of the hub, or of a file, that are not trained on
 # Domains in which the paper reports the largest gains.
 GAINING = (
@@ -53,8 +46,7 @@ GAINING = (
 
 def main(settings: Settings, **changes: Any) -> Config:
     """Return the settings of the arm ``sparse``, or of one that changes something in it."""
-    given = {name: settings[name] for name in FIELDS}
-    return Config.preset(settings["preset"], **given | changes)
+    return Config.preset(settings["preset"], **picked(settings, FIELDS) | changes)
 
 
 def wide(settings: Settings) -> Config:

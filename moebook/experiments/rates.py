@@ -47,18 +47,23 @@ class Rates:
         return pd.DataFrame.from_dict(lines, orient="index").rename_axis("arm")
 
 
+def grid(settings: Settings) -> list[float]:
+    """Return the rates to choose from, as the parameter ``rates`` lists them."""
+    return lists.rates("rates", settings["rates"])
+
+
 def choose(
-    arms: Iterable[str], grid: Sequence[float], loss: Callable[[str, float], float]
+    arms: Iterable[str], tried: Sequence[float], loss: Callable[[str, float], float]
 ) -> Rates:
-    """Give each arm the rate of the grid with the least loss on validation rows.
+    """Give each arm the one of the ``tried`` rates with the least loss on validation rows.
 
     ``loss`` trains an arm at a rate and returns its nats; of equal ones the lower rate counts.
     """
     names = list(arms)
-    losses = {(arm, rate): loss(arm, rate) for arm, rate in product(names, grid)}
+    losses = {(arm, rate): loss(arm, rate) for arm, rate in product(names, tried)}
     by_arm: dict[str, float] = {}
     for arm in names:
-        of_arm = {rate: losses[arm, rate] for rate in sorted(grid)}
+        of_arm = {rate: losses[arm, rate] for rate in sorted(tried)}
         by_arm[arm] = min(of_arm, key=of_arm.__getitem__)
     return Rates(by_arm, losses)
 
@@ -89,16 +94,16 @@ def needs(
     if unreadable:
         yield from unreadable
         return
-    grid = lists.rates("rates", rates)
+    tried = grid(settings)
     fixed = lists.rates_by_name("fixed_rates", fixed_rates, known)
-    if grid and fixed:
+    if tried and fixed:
         pair = f"rates = {rates!r} and fixed_rates = {fixed_rates!r}"
         yield f"{pair}: give rates to choose from, or a fixed one for each arm, not both"
     lacking = [name for name in arms if fixed and name not in fixed]
     if lacking:
         more = ", ".join(f"{name}=..." for name in lacking)
         yield f"fixed_rates = {fixed_rates!r} has no rate for {', '.join(lacking)}: add {more}"
-    if at_least_one and not grid:
+    if at_least_one and not tried:
         yield "rates is empty: give one learning rate or more, as in 0.001,0.003"
-    if grid and "rate_steps" in settings:
+    if tried and "rate_steps" in settings:
         yield from more_than_a_step(settings, "rate_steps", of=" of a trial")

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 
 from moebook.errors import Refusal, refuse
 from moebook.experiments import needs, rates
-from moebook.experiments.arm import Complaints, Settings, complaint
+from moebook.experiments.arm import Complaints, Settings, complaint, picked
 from moebook.experiments.checks import Check
 from moebook.experiments.effects import Idle
 from moebook.experiments.rocket import (
+    SIZES,
     makes_bank,
     members,
     of_the_source,
@@ -19,7 +20,6 @@ from moebook.methods import rocket
 from moebook.methods.rivals import table
 from moebook.methods.rocket.bank import SOURCES
 
-SIZES = ("shots", "candidates", "experts", "top_k", "budget")
 # Parameters, and the only rivals that take them.
 OWN = {
     "searches": ("lorahub",),
@@ -31,10 +31,9 @@ BEYOND = 2  # evaluations above the LoRAs' number that LoRAHub's search takes at
 
 def known(settings: Settings) -> dict[str, table.Arm]:
     """Return all arms by name; of a bank whose size a folder tells, as if it were the paper's."""
-    names = ("rate", "searches", "experts", "top_k")
-    bank = members(settings) or SOURCES
+    sizes = picked(settings, "rate searches experts top_k")
     try:
-        return table.arms(len(bank), **{name: settings[name] for name in names})
+        return table.arms(len(members(settings) or SOURCES), **sizes)
     except Refusal as refusal:
         refuse("E-RANGE", refusal.message)
 
@@ -65,7 +64,7 @@ def _needs(
 ) -> Complaints:
     yield from rates.needs(settings, arms, every, at_least_one=True)
     yield from on_a_bank(settings)
-    sizes = {name: settings[name] for name in SIZES}
+    sizes = picked(settings, SIZES)
     yield from complaint("", lambda: rocket.Config.preset("fixed", **sizes))
     if any(arm.rated for arm in arms.values()):
         yield from needs.more_than_a_step(settings, "steps")

@@ -14,7 +14,7 @@ from moebook import lists
 from moebook.data import tasks
 from moebook.errors import Refusal, nearest, refuse
 from moebook.experiments import needs, rates
-from moebook.experiments.arm import Complaints, Settings, complaint
+from moebook.experiments.arm import Complaints, Settings, complaint, picked
 from moebook.experiments.checks import Check
 from moebook.experiments.effects import Idle
 from moebook.experiments.pipeline import Arm
@@ -28,12 +28,12 @@ OWN = {
 }
 # Arms that mix nothing: a LoRA of the target's own set; the bank's, each tuned alone.
 UNMIXED = ("expert_lora", "perplexity")
-SIZES = ("shots", "candidates", "experts", "top_k", "budget")
+SIZES = "shots candidates experts top_k budget"  # parameters that are fields of Config
 
 
 def main(settings: Settings) -> rocket.Config:
     """Return the settings of the mixture, of which each arm changes something."""
-    sizes = {name: settings[name] for name in (*SIZES, "threshold")}
+    sizes = picked(settings, f"{SIZES} threshold")
     return rocket.Config.preset(settings["preset"], **sizes)
 
 
@@ -99,7 +99,7 @@ def idle(settings: Settings, arms: Mapping[str, Arm | None]) -> Idle:
             "bank_rows bank_epochs bank_rate bank_rank",
             "the LoRAs of the bank are there already",
         )
-    if len(lists.rates("rates", settings["rates"])) == 1:
+    if len(rates.grid(settings)) == 1:
         yield "valid_rows", "with a single rate none is chosen"
     yield from of_the_source(settings)
     if settings["epochs"]:
@@ -157,7 +157,7 @@ def _needs(
 def _grid(settings: Settings) -> list[float]:
     """Return the rates that are tried; none where they cannot be read, which is told elsewhere."""
     try:
-        return lists.rates("rates", settings["rates"])
+        return rates.grid(settings)
     except Refusal:
         return []
 

@@ -17,14 +17,14 @@ import pandas as pd
 from accelerate.utils import send_to_device
 from torch import nn
 
-from moebook import data, evaluation, lists, runtime, training
+from moebook import data, evaluation, runtime, training
 from moebook.data import tasks
 from moebook.data.mixtures import Row
 from moebook.data.tasks import Task
 from moebook.errors import refuse
 from moebook.experiments import esft as checks
 from moebook.experiments import needs, rates
-from moebook.experiments.arm import Settings, asked
+from moebook.experiments.arm import Settings, asked, picked
 from moebook.experiments.esft import Arm
 from moebook.experiments.experiment import Recorder
 from moebook.experiments.rates import Rates
@@ -32,6 +32,7 @@ from moebook.methods import esft
 from moebook.methods.esft.choose import Selection
 from moebook.methods.esft.compare import Front
 from moebook.methods.esft.score import Scores
+from moebook.models.anatomy import count
 from moebook.training import History
 from moebook.training.batches import Batches
 
@@ -110,7 +111,7 @@ def rows(settings: Settings) -> Pool:
         [own.get(named[name], name) for name in written],
         [own.get(named[name], name) for name in alignment],
         settings["rows_per_task"],
-        split="train" if split == "test" else "rest",
+        split=needs.training_split(settings),
         revisions=settings["revisions"],
         seed=settings["seed"],
     )
@@ -138,9 +139,8 @@ def validation(settings: Settings, pool: Pool, task: str) -> list[Row]:
 
 def recipe(settings: Settings, pad_id: int) -> dict[str, Any]:
     """Return how every arm is trained, but for its rate: keywords of `training.fit`."""
-    names = "steps batch accumulate optimizer seed weight_decay schedule".split()
-    given = {name: settings[name] for name in names}
-    return given | {"betas": BETAS, "pad_id": pad_id}
+    names = "steps batch accumulate optimizer seed weight_decay schedule"
+    return picked(settings, names) | {"betas": BETAS, "pad_id": pad_id}
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ class Specialists:
         Every rate is tried for half of the steps on each of the arm's tasks, and judged on the
         mean over these.
         """
-        grid = lists.rates("rates", self.settings["rates"])
+        grid = rates.grid(self.settings)
         if not grid:
             usual = {
                 name: self.settings[USUAL_RATES[arm.method]]
@@ -381,7 +381,7 @@ class Specialists:
             milestones=[(marks, watch)],
             **self.recipe,
         )
-        trained = sum(part.numel() for part in tuned.parameters() if part.requires_grad)
+        trained = count(tuned, trained=True)
         return Result(
             history, trained, self.test_task(tuned, task), self.test_general(tuned)
         )
@@ -545,7 +545,7 @@ def record_budget(
 ) -> None:
     """Keep what arms train, and whether more of it helps on the first task (Fig. 6)."""
     settings = experiment.settings
-    whole = sum(part.numel() for part in experiment.model.parameters())
+    whole = count(experiment.model)
     for (name, task), result in results.items():
         run.record(f"esft/{name}/{task}/trained", result.trained / whole, "ratio")
     hits = _hits(experiment, results)

@@ -15,14 +15,14 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
-from moebook import data, evaluation, lists, training
+from moebook import data, evaluation, training
 from moebook.analysis import routing
 from moebook.data import hub, tasks
 from moebook.data.mixtures import Row
 from moebook.data.tasks import Task
-from moebook.experiments import pipeline
+from moebook.experiments import pipeline, rates
 from moebook.experiments import rocket as checks
-from moebook.experiments.arm import Settings
+from moebook.experiments.arm import Settings, picked
 from moebook.experiments.experiment import Recorder
 from moebook.experiments.pipeline import Arm
 from moebook.methods import rocket
@@ -159,8 +159,8 @@ def kind(settings: Settings, model: nn.Module) -> dict[str, Any]:
 
 def several(settings: Settings) -> list[float]:
     """Return the learning rates to choose from; none where only one is given."""
-    rates = lists.rates("rates", settings["rates"])
-    return rates if len(rates) > 1 else []
+    tried = rates.grid(settings)
+    return tried if len(tried) > 1 else []
 
 
 def grid(losses: Losses) -> pd.DataFrame:
@@ -182,8 +182,8 @@ def whole(
     With several rates, and the arm ``expert_lora``, one at each, without the last validation rows,
     by which the best is chosen.
     """
-    rates = several(settings) if "expert_lora" in arms else []
-    last = settings["valid_rows"] if rates else 0
+    tried = several(settings) if "expert_lora" in arms else []
+    last = settings["valid_rows"] if tried else 0
     own = {
         target: part[: len(part) - last][: settings["whole_rows"]]
         for target, part in pool.annotated.items()
@@ -191,17 +191,17 @@ def whole(
     recipe: dict[str, Any] = dict(rocket.bank.TABLE_12)
     if settings["source"] == "embedded":
         recipe |= rocket.bank.RECIPE
-    recipe |= {name: settings[name] for name in ("accumulate", "optimizer", "seed")}
+    recipe |= picked(settings, "accumulate optimizer seed")
     recipe |= kind(settings, model)
-    if not rates:
+    if not tried:
         return rocket.bank.train(model, tokenizer, own, **recipe), {}
 
     made = {
         rate: rocket.bank.train(model, tokenizer, own, **recipe | {"lr": rate})
-        for rate in rates
+        for rate in tried
     }
     losses: Losses = {}
-    for rate in rates:
+    for rate in tried:
         for target, part in pool.annotated.items():
             unseen = data.encode(part[-last:], tokenizer, max_length=LONGEST)
             with rocket.loras.attached(model, [made[rate][target]]):
@@ -254,10 +254,9 @@ class Targets:
     @property
     def recipe(self) -> dict[str, Any]:
         """How an arm is tuned, but for its rate and its seed: keywords of `training.fit`."""
-        names = "batch schedule accumulate optimizer weight_decay".split()
-        recipe = {name: self.settings[name] for name in names}
         length = "epochs" if self.settings["epochs"] else "steps"
-        return recipe | {length: self.settings[length]}
+        names = f"batch schedule accumulate optimizer weight_decay {length}"
+        return picked(self.settings, names)
 
     @cached_property
     def valid(self) -> dict[str, Any]:
@@ -349,7 +348,7 @@ class Targets:
                 with self.tuned_alone(target, lora, rate):
                     loss = self._validate(target)
                 losses["perplexity", rate, f"{target}/{lora}"] = loss
-        rate = lists.rates("rates", self.settings["rates"])[0]
+        rate = rates.grid(self.settings)[0]
         if losses:
             rate = grid(losses).loc["perplexity"].idxmin()
         accuracies: dict[tuple[str, str], float] = {}

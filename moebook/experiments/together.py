@@ -119,7 +119,7 @@ def known(settings: Settings) -> dict[str, Arm]:
 
 def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
     """Tell which parameters have no effect on these arms, and on those trained again."""
-    if len(lists.rates("rates", settings["rates"])) == 1:
+    if len(rates.grid(settings)) == 1:
         yield "rate_share valid_rows", "with a single rate none is chosen"
     every = known(settings)
     here = {*arms, *filter(None, settings["again"].split(","))}

@@ -93,6 +93,12 @@ def sparse_layers(model: nn.Module) -> list[Layer]:
     return layers
 
 
+def count(module: nn.Module, *, trained: bool = False) -> int:
+    """Count a module's parameters, all or those that are ``trained``."""
+    parts = module.parameters()
+    return sum(part.numel() for part in parts if part.requires_grad or not trained)
+
+
 def longest(model: nn.Module) -> int:
     """Return how many tokens a row may have by the model's configuration, if known."""
     config = getattr(model, "config", None)

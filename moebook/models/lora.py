@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +14,14 @@ from peft.tuners.tuners_utils import cast_adapter_dtype
 from torch import Tensor, nn
 
 from moebook.errors import refuse
+from moebook.models import checkpoint
 from moebook.nn import Dropout
 from moebook.nn.lora import lora_step
 
 ADAPTER = "default"  # PEFT's name of the one adapter
+# Files of a folder of PEFT's.
+SETTINGS = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 
 
 def put_on(model: nn.Module, config: LoraConfig) -> nn.Module:
@@ -35,6 +41,19 @@ def in_wrapper(model: nn.Module, config: LoraConfig) -> PeftModel:
     peft = get_peft_model(model, config, ADAPTER)
     _quick(peft)
     return peft
+
+
+def write_folder(
+    folder: Path, form: Mapping[str, Any], tensors: Mapping[str, Tensor], **facts: Any
+) -> Path:
+    """Write LoRA of a form, fields of `LoraConfig`, as a new folder of PEFT's with a manifest."""
+    config = LoraConfig(**form, task_type="CAUSAL_LM", inference_mode=True)
+    settings = {}
+    for name, value in config.to_dict().items():
+        settings[name] = sorted(value) if isinstance(value, set) else value
+    text = json.dumps(settings, indent=1, sort_keys=True).encode()
+    files = {TENSORS: checkpoint.packed(tensors), SETTINGS: text}
+    return checkpoint.write(folder, files, **facts)
 
 
 def check_rank(model: nn.Module, config: LoraConfig) -> None:

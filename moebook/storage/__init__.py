@@ -6,6 +6,7 @@ from moebook.storage.documents import (
     read_json,
     read_places,
     read_yaml,
+    tags,
 )
 from moebook.storage.files import (
     checkout,
@@ -16,5 +17,6 @@ from moebook.storage.files import (
     replacing,
     root,
     sweep,
+    text_digest,
     write,
 )

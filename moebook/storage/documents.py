@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -175,6 +175,12 @@ def read_ipynb(path: Path) -> dict[str, Any]:
         in_one_line([]),
     ):
         return dict(_NOTEBOOK.validate_python(_described(notebook)))
+
+
+def tags(cell: Mapping[str, Any]) -> list[str]:
+    """Return what a notebook's cell is tagged with."""
+    marks: list[str] = cell["metadata"].get("tags", [])
+    return marks
 
 
 class _Loader(yaml.SafeLoader):

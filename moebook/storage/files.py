@@ -23,7 +23,7 @@ from typing import IO, Any
 from filelock import lock_descriptor
 
 from moebook.errors import Refusal, placed, refuse
-from moebook.storage.documents import formed, read_ipynb
+from moebook.storage.documents import formed, read_ipynb, tags
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "shipped"  # in an installed wheel: notebooks, results and the lock
@@ -182,6 +182,11 @@ def digest(path: Path) -> str | None:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def text_digest(text: str) -> str:
+    """Return the sha256 of a text in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def source(notebook: Path) -> str | None:
     """Hash what a notebook's code cells do: see `cells_digest`. None when there is no such file."""
     return cells_digest(read_ipynb(notebook)["cells"]) if notebook.is_file() else None
@@ -195,11 +200,11 @@ def cells_digest(cells: Iterable[Mapping[str, Any]]) -> str:
     """
     statements: list[str] = []
     for cell in cells:
-        tags = set(cell["metadata"].get("tags", []))
-        apart = tags & {"injected-parameters", "install"}
+        marks = set(tags(cell))
+        apart = marks & {"injected-parameters", "install"}
         if cell["cell_type"] == "code" and not apart:
             statements += _cell_statements(cell["source"])
-    return hashlib.sha256("\n".join(statements).encode()).hexdigest()
+    return text_digest("\n".join(statements))
 
 
 def cell_digests(cells: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -211,7 +216,7 @@ def cell_digests(cells: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def cell_digest(text: str) -> str:
     """Hash what one cell does, given as it was written or as IPython keeps it (``In[3]``)."""
-    return hashlib.sha256("\n".join(_cell_statements(text)).encode()).hexdigest()
+    return text_digest("\n".join(_cell_statements(text)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -306,14 +311,14 @@ def code(folder: Path, by: Callable[[Path], str | None] = code_digest) -> str:
     for path in own(folder, "**/*"):
         if path.suffix in KINDS and path.is_file():
             digests.append((path.relative_to(folder).as_posix(), by(path)))
-    return hashlib.sha256(repr(digests).encode()).hexdigest()
+    return text_digest(repr(digests))
 
 
 @functools.lru_cache(maxsize=1024)
 def _code(text: str) -> str:
     """Hash a module's syntax tree without docstrings."""
     tree = _Docstrings().visit(ast.parse(text))
-    return hashlib.sha256(_written(tree).encode()).hexdigest()
+    return text_digest(_written(tree))
 
 
 class _Docstrings(ast.NodeTransformer):

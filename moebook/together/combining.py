@@ -25,7 +25,14 @@ from moebook.kernels.dispatch import natural, shapes
 from moebook.methods.esft.choose import Selection
 from moebook.methods.rocket.loras import Lora, check_alike
 from moebook.methods.upcycling.starts import Start
-from moebook.models.anatomy import anatomy, beside, dense_layers, graft, sparse_layers
+from moebook.models.anatomy import (
+    anatomy,
+    beside,
+    count,
+    dense_layers,
+    graft,
+    sparse_layers,
+)
 from moebook.nn import ChosenRows, evaluating, hooked
 from moebook.nn.batch import check_batch
 from moebook.settings import Each, Size, checked
@@ -172,10 +179,8 @@ def only(model: nn.Module, selection: Selection) -> nn.Module:
 
 def trained(model: nn.Module) -> int:
     """Count the parameters that train."""
-    free = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return free - sum(
-        part.idle for part in model.modules() if isinstance(part, ChosenRows)
-    )
+    chosen = [part for part in model.modules() if isinstance(part, ChosenRows)]
+    return count(model, trained=True) - sum(part.idle for part in chosen)
 
 
 @checked

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, field, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,7 +48,7 @@ def place(model: nn.Module, run: Any) -> Path | None:
     """Name the folder of the next training in a notebook's run; None where memory is short."""
     machine = environment()
     number = next(_numbers)
-    name = sha256(json.dumps([run, machine], sort_keys=True).encode()).hexdigest()[:12]
+    name = storage.text_digest(json.dumps([run, machine], sort_keys=True))[:12]
     small = 6 * size(model) <= machine["memory"]
     return Path(os.environ[RESUME], f"{number:03d}-{name}") if small else None
 

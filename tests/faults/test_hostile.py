@@ -96,6 +96,7 @@ WITHOUT = {  # public names without a row, and why
     "methods.rocket.bank.tune": BEHIND,
     "methods.rocket.bank.vacant": NO_VALUES,
     "methods.rocket.loras.check_*": A_CHECK,
+    "methods.rocket.loras.zeros": BEHIND,
     "methods.rocket.apply.install": BEHIND,
     "methods.rocket.case.Case": A_RESULT,
     "methods.rocket.score.Pack": A_RESULT,

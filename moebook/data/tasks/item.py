@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
+
+from moebook.storage import text_digest
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,12 @@ class Item:
     where: str = ""  # file:line
 
 
+def prompt_digest(prompt: str) -> str:
+    """Hash a prompt (sha256); case and spacing do not count."""
+    return text_digest(" ".join(prompt.casefold().split()))
+
+
 def content_hash(name: str, item: Item) -> str:
     """Hash an item's content (sha256 of task and slots), whatever its wording."""
     content = json.dumps([name, item.slots], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(content.encode()).hexdigest()
+    return text_digest(content)

@@ -16,13 +16,12 @@ A refusal names file, line and field, and never what a row holds.
 from __future__ import annotations
 
 import difflib
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moebook.data.reading import clean, field, local
-from moebook.data.tasks.item import Item
+from moebook.data.tasks.item import Item, prompt_digest
 from moebook.errors import refuse
 
 SPLITS = ("train", "validation", "test")
@@ -118,8 +117,7 @@ def _check_splits(items: Iterable[Item]) -> None:
 
 def asked(item: Item) -> str:
     """Hash what an item asks; case and spacing do not count."""
-    words = item.slots["prompt"].casefold().split()
-    return hashlib.sha256(" ".join(words).encode()).hexdigest()
+    return prompt_digest(item.slots["prompt"])
 
 
 def cut(items: Iterable[Item], most: int) -> dict[str, tuple[Item, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +73,7 @@ def calibrate(device: str, folder: Path) -> Path:
     record: dict[str, Any] = {
         "machine": name,
         "torch": machine["versions"]["torch"],
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": runtime.now(),
         "commit": storage.commit(folder),
         "roof": roof,
         "cases": [],

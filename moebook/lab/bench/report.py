@@ -7,7 +7,6 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +213,7 @@ def write(
         values=tuple(_values(ran, growth, roof)),
         code={"lock": lock, "modules": storage.files.loaded()},
         manifest={
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "date": runtime.now(),
             "parameters": frame.attrs,
             "environment": environment,
             "commit": storage.commit(folder),

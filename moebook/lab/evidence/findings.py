@@ -339,7 +339,7 @@ def changes(
     for arm in names:
         one, two = (name.format(arm=arm) for name in measures.values())
         both = pool.having(one, two)
-        kept = replace(pool, runs=tuple(run for run in pool.runs if run.seed in both))
+        kept = pool.of_seeds(both)
         change = kept.effects(two, one)
         line = [
             "change",

@@ -152,9 +152,7 @@ class Evidence:
             )
         pool = self._pool(match["pool"] or self.home, where)
         if match["seeds"]:
-            kept = study.seeds(match["seeds"])
-            runs = tuple(run for run in pool.runs if run.seed in kept)
-            pool = replace(pool, runs=runs)
+            pool = pool.of_seeds(study.seeds(match["seeds"]))
         other = match["other"]
         less = None if other is None else reference(other)
         return _measured(text, pool, match["name"], less, where)

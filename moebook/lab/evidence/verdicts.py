@@ -392,16 +392,16 @@ def _frozen(verdict: Verdict) -> None:
 
 def repeated(pool: Pool, other: Collection[int]) -> list[tuple[Verdict, Verdict]]:
     """Judge each sampled claim twice: by a pool without its ``other`` seeds, and by these alone."""
-    first = tuple(run for run in pool.runs if run.seed not in other)
-    second = tuple(run for run in pool.runs if run.seed in other)
-    if not first or not second:
+    first = pool.of_seeds({*pool.seeds}.difference(other))
+    second = pool.of_seeds(other)
+    if not first.runs or not second.runs:
         return []
     pairs = []
     for claim in papers.claims():
         if claim.run != pool.notebook or claim.exact or claim.ended:
             continue
-        before = measure(claim, replace(pool, runs=first))
-        after = measure(claim, replace(pool, runs=second))
+        before = measure(claim, first)
+        after = measure(claim, second)
         if before and after and before.enough and after.enough:
             once = Verdict(claim, pool.scale, before)
             again = Verdict(claim, pool.scale, after)

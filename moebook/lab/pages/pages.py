@@ -417,10 +417,9 @@ def _insert(app: Any, docname: str, source: list[str]) -> None:
             cell["metadata"].get("mystnb", {}).pop("figure", None)
     if docname.endswith("_findings"):
         for cell in notebook["cells"]:
-            tags = cell["metadata"].get("tags", [])
-            if "injected-parameters" in tags:
+            if "injected-parameters" in storage.tags(cell):
                 # The page trains nothing: its tier says nothing to a reader.
-                tags.append("remove-cell")
+                storage.tags(cell).append("remove-cell")
         source[0] = json.dumps(notebook)
         return
     notebook["cells"] = [*_with_one_set_up(notebook["cells"])]
@@ -438,8 +437,7 @@ def _with_one_set_up(cells: Iterable[Any]) -> Iterator[Any]:
     parameters: list[str] = []
     for cell in cells:
         source = "".join(cell["source"])
-        tags = cell["metadata"].get("tags", [])
-        if {"parameters", "injected-parameters"} & {*tags}:
+        if {"parameters", "injected-parameters"} & {*storage.tags(cell)}:
             parameters.append(source)
             continue
         yield {**cell, "source": "\n\n".join([*parameters, source])}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from moebook import storage
+from moebook import runtime, storage
 from moebook.lab import papers, planning
 from moebook.lab.pages.pages import page
 from moebook.lab.planning import Plan
@@ -88,7 +87,7 @@ def record(folder: Path) -> Path:
         }
         lines.append({"setting": asked["setting"], **on_each})
     told = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": runtime.now(),
         "plans": lines,
         "commit": storage.commit(folder),
         "code": _code(),

@@ -11,7 +11,6 @@ printed number: ``row, column, <keys>, printed, unit, mark``.
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import math
 import re
@@ -26,7 +25,7 @@ from pydantic import Field
 from moebook.errors import Refusal, refuse, refuse_unknown
 from moebook.lab.records import UNITS
 from moebook.settings import settings
-from moebook.storage import formed, read_json, read_places, read_yaml
+from moebook.storage import formed, read_json, read_places, read_yaml, text_digest
 from moebook.storage.files import own
 
 if TYPE_CHECKING:  # who asks for claims alone, as `moebook list` does, needs no frames
@@ -324,7 +323,7 @@ def frozen_hash(parts: Mapping[str, Any]) -> str:
         if name not in SIZED or parts["times"]:
             deciding[name] = part
     text = json.dumps(deciding, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return text_digest(text)[:16]
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moebook.errors import Refusal, refuse
 from moebook.lab.planning.methods import Method
 from moebook.lab.planning.tally import Op, Tally
-from moebook.models.anatomy import NAME, anatomy, register_experts
+from moebook.models.anatomy import NAME, anatomy, count, register_experts
 from moebook.models.skeleton import autocast, configuration, on_meta, skeleton
 from moebook.training import recompute, widen
 
@@ -136,8 +136,8 @@ def dry_run(
         size = sum(part.nbytes for part in block.parameters())
         largest = max(largest, size)
     return Size(
-        parameters=sum(part.numel() for part in model.parameters()),
-        trained=sum(part.numel() for part in trained),
+        parameters=count(model),
+        trained=count(model, trained=True),
         weights=sum(part.nbytes for part in model.parameters()),
         gradients=sum(part.nbytes for part in gradients),
         saved=sum(weight.nbytes - NF4 * weight.numel() for weight in linears),

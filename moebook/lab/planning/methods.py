@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from moebook.experiments import Arm
@@ -16,7 +15,7 @@ from moebook.methods import esft as specialised
 from moebook.methods import pesc as crafted
 from moebook.methods import rocket
 from moebook.methods import upcycling as upcycled
-from moebook.models.anatomy import sparse_layers
+from moebook.models.anatomy import count, sparse_layers
 from moebook.models.skeleton import configuration, skeleton
 
 __all__ = [
@@ -80,12 +79,8 @@ def mixture(config: rocket.Config, rank: int) -> Method:
 
     def made(host: nn.Module) -> nn.Module:
         experts = config.experts
-        down: dict[str, torch.Tensor] = {}
-        up: dict[str, torch.Tensor] = {}
-        for path, part in host.named_modules():
-            if path.endswith(Q_AND_V):
-                down[path] = torch.zeros(experts, rank, part.in_features)
-                up[path] = torch.zeros(experts, part.out_features, rank)
+        layers = rocket.loras.linears(host, Q_AND_V)
+        down, up = rocket.loras.zeros(layers, rank, experts)
         origin = rocket.apply.Origin(
             base="",
             config=config,
@@ -125,8 +120,10 @@ def esft_share(score: str) -> float:
     """
     printed = papers.wide("esft", "figure_4")["storage"]
     host = skeleton(configuration("deepseek-ai/DeepSeek-V2-Lite"))
-    routed = 0
-    for layer in sparse_layers(host):
-        routed += sum(part.numel() for part in layer.experts.parameters())
-    every = sum(part.numel() for part in host.parameters())
-    return float(printed[f"ESFT-{score.title()}"] / printed["FFT"] * every / routed)
+    share = printed[f"ESFT-{score.title()}"] / printed["FFT"]
+    return float(share * count(host) / routed(host))
+
+
+def routed(host: nn.Module) -> int:
+    """Count the parameters of all routed experts."""
+    return sum(count(layer.experts) for layer in sparse_layers(host))

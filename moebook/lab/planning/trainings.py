@@ -11,13 +11,13 @@ import torch
 from moebook import experiments, lists, together
 from moebook.data import tasks
 from moebook.errors import refuse_unknown
+from moebook.experiments.arm import picked
 from moebook.lab import papers
 from moebook.lab.planning import methods
 from moebook.lab.planning.dry import Training
 from moebook.lab.planning.methods import Method
 from moebook.methods import rocket, upcycling
 from moebook.methods.rivals import table
-from moebook.models.anatomy import sparse_layers
 from moebook.models.skeleton import configuration, skeleton
 
 Given = Mapping[str, Any]
@@ -83,13 +83,13 @@ def _bases(given: Given) -> Arms:
 
 
 def _pesc(given: Given) -> Arms:
-    tries = len(lists.rates("rates", given["rates"])) * given["rate_steps"]
+    tries = len(experiments.rates.grid(given)) * given["rate_steps"]
     for name, arm in experiments.pesc.check(given).items():
         yield name, methods.of_arm(arm, given), {"steps": given["steps"] + tries}
 
 
 def _router_init(given: Given) -> Arms:
-    tries = len(lists.rates("rates", given["rates"])) * given["rate_steps"]
+    tries = len(experiments.rates.grid(given)) * given["rate_steps"]
     for name, arm in experiments.router_init.check(given).items():
         steps = arm.recipe(given)["steps"] + tries
         yield name, methods.of_arm(arm, given), {"steps": steps}
@@ -125,8 +125,7 @@ def _rivals(given: Given) -> Arms:
     """Plan each rival as a mixture of the LoRAs that it sees, all of them trained: the most."""
     whole = len(rocket.bank.SOURCES)
     sizes = {"whole": whole, "with_target": whole + 1, "chosen": given["experts"]}
-    names = ("experts", "top_k", "rate", "searches")
-    known = table.arms(whole, **{name: given[name] for name in names})
+    known = table.arms(whole, **picked(given, "experts top_k rate searches"))
     turns = len(given["targets"].split(",")) * (1 + len(_listed(given["rates"])))
     for name in _arms(given, known):
         arm = known[name]
@@ -164,8 +163,8 @@ def _together(given: Given) -> Arms:
 
     A second training, on equal FLOPs, counts as many steps as the first.
     """
-    names = ("parameters", "adapters", "copies", "experts", "top_k")
-    config = together.Config(**{name: given[name] for name in names})
+    names = "parameters adapters copies experts top_k"
+    config = together.Config(**picked(given, names))
     base = skeleton(configuration(given["base"]))
     no_rows = dict.fromkeys(given["tasks"].split(","), ())
     setup = together.Setup(base, None, no_rows, config)
@@ -188,10 +187,8 @@ def _on_one_budget(
         top_k = min(config.top_k, config.copies)
         return methods.upcycling(upcycling.Config(experts=config.copies, top_k=top_k))
     if name in ("token", "gate", "random_gate"):
-        routed = 0
-        for layer in sparse_layers(setup.base):
-            routed += sum(part.numel() for part in layer.experts.parameters())
-        return methods.esft(min(1.0, config.parameters / routed))
+        share = config.parameters / methods.routed(setup.base)
+        return methods.esft(min(1.0, share))
 
     plain = known["pesc" if name.startswith("pesc") else name]
     if plain.bank or name == "mixlora":  # MixLoRA has the rank of Rocket's LoRAs

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import hashlib
 import io
 import json
 import math
@@ -248,12 +247,7 @@ def _recorded_texts() -> dict[str, str]:
     So runs did up to November 2026; ``notebooks.csv`` names a commit that holds each
     text.
     """
-    with (
-        Path(__file__)
-        .with_name("notebooks.csv")
-        .open(encoding="utf-8", newline="") as file
-    ):
-        return {line["text"]: line["statements"] for line in csv.DictReader(file)}
+    return {line["text"]: line["statements"] for line in _lines("notebooks.csv")}
 
 
 @functools.cache
@@ -327,7 +321,7 @@ def _head(run: Run) -> dict[str, Any]:
 def _digest(run: Run) -> str:
     parts = [_head(run), *map(plain, run.values), *map(plain, run.curves)]
     text = json.dumps(parts, sort_keys=True, default=dict)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return files.text_digest(text)
 
 
 def changed(run: Run, folder: Path | None = None) -> tuple[str, ...]:
@@ -367,10 +361,14 @@ def _after_the_move(name: str, statements: str) -> tuple[str, str]:
 
 @functools.cache
 def _moves() -> dict[str, dict[str, str]]:
-    with (
-        Path(__file__).with_name("moved.csv").open(encoding="utf-8", newline="") as file
-    ):
-        return {line["then"]: line for line in csv.DictReader(file)}
+    return {line["then"]: line for line in _lines("moved.csv")}
+
+
+def _lines(name: str) -> list[dict[str, str]]:
+    """Read a table of this package."""
+    path = Path(__file__).with_name(name)
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def since(run: Run, folder: Path | None = None) -> str:

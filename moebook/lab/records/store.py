@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -138,6 +138,10 @@ class Pool:
             return ""
         counts = ", ".join(f"{arm} {count}" for arm, count in short.items())
         return f" (of these: {counts})"
+
+    def of_seeds(self, seeds: Collection[int]) -> Pool:
+        """Return the pool of the runs of these seeds alone."""
+        return replace(self, runs=tuple(run for run in self.runs if run.seed in seeds))
 
     def values(self, name: str) -> dict[int, Value]:
         """Values of one name by seed; empty where no run has it."""

@@ -38,7 +38,7 @@ def digest(folder: Path, parts: Sequence[str] = EVIDENCE) -> str:
             if path.is_file() and "__pycache__" not in path.parts:
                 name = path.relative_to(place).as_posix()
                 found.append((part, name, _shown_elsewhere(path)))
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    return storage.text_digest(json.dumps(found))
 
 
 def _shown_elsewhere(path: Path) -> str | None:
@@ -64,11 +64,11 @@ def _notebook_digest(path: Path) -> str:
     cells: list[object] = []
     for cell in storage.read_ipynb(path)["cells"]:
         if cell["cell_type"] == "code":
-            tags = cell["metadata"].get("tags", [])
-            cells.append((cell["source"], tags, cell.get("outputs", [])))
+            outputs = cell.get("outputs", [])
+            cells.append((cell["source"], storage.tags(cell), outputs))
         else:
             cells.append(_HEADING.findall(cell["source"]))
-    return hashlib.sha256(json.dumps(cells).encode()).hexdigest()
+    return storage.text_digest(json.dumps(cells))
 
 
 def seal(place: Path, made_of: str) -> None:

@@ -489,7 +489,7 @@ def read_notebook(path: Path, folder: Path) -> Run:
     given: dict[str, object] = {}
     for cell in executed["cells"]:
         # papermill's cell is tagged, also in copies whose other metadata are gone
-        if "injected-parameters" in cell["metadata"].get("tags", []):
+        if "injected-parameters" in storage.tags(cell):
             given |= injected(cell["source"], path.name)
     given = parameters.check(source.parameters, given, path.name)
     manifest = {

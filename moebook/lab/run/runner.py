@@ -15,7 +15,6 @@ but training runs again. Its ``seconds`` count the training it found done (``res
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import os
@@ -27,7 +26,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -123,7 +121,7 @@ class Request:
         lock = storage.digest(storage.part(self.folder, "requirements.lock"))
         parts = [self.notebook.defaults | self.settings, cells, lock]
         text = json.dumps(parts, sort_keys=True)
-        key = hashlib.sha256(text.encode()).hexdigest()[:12]
+        key = storage.text_digest(text)[:12]
         mine = self.folder / "runs" / "mine"
         return mine / self.notebook.name / f"{self.protocol}-{key}.ipynb"
 
@@ -212,13 +210,13 @@ def _reworded(request: Request, run: Run) -> Run:
             before = next(remaining)
         left = {part: before[part] for part in LEFT if part in before}
         cells.append({**cell, **left})
-        if "parameters" in cell["metadata"].get("tags", []):
+        if "parameters" in storage.tags(cell):
             cells += injected
     clean, _ = publish.clean({**page, "cells": cells}, request.folder)
     text = json.dumps(clean, indent=1) + "\n"
     if json.loads(text) == page:
         return run
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    digest = storage.text_digest(text)
     run = replace(run, manifest={**run.manifest, "executed": digest})
     with storage.locked(request.store.with_suffix(".lock"), wait=True):
         put(request.store, text, run)
@@ -231,7 +229,7 @@ def _is_code(cell: Any) -> bool:
 
 def _injected(cell: Any) -> bool:
     """Whether papermill put a cell there: it holds the parameters."""
-    return "injected-parameters" in cell["metadata"].get("tags", [])
+    return "injected-parameters" in storage.tags(cell)
 
 
 def _execute(request: Request) -> Run | None:
@@ -385,7 +383,7 @@ def _executable(path: Path) -> nbformat.NotebookNode:
     needs_ids = notebook["nbformat_minor"] >= 5
     taken = {None}
     for number, cell in enumerate(notebook["cells"]):
-        tags = set(cell["metadata"].get("tags", []))
+        tags = set(storage.tags(cell))
         skipping = tags & {"raises-exception", "skip-execution"}
         if skipping:
             why = "and a run has all cells and no error; take the tag away"
@@ -412,7 +410,7 @@ def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> R
         spent["seconds"] += resumed
         spent["resumed"] = resumed
     manifest = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": runtime.now(),
         "parameters": request.notebook.defaults | request.settings,
         "overrides": dict(request.overrides),
         **cost,
@@ -420,7 +418,7 @@ def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> R
         "commit": storage.commit(request.folder),
         "claims": papers.frozen(request.notebook.name),
         "stripped": stripped,
-        "executed": hashlib.sha256(text.encode()).hexdigest(),
+        "executed": storage.text_digest(text),
     }
     if request.evidence is not None:
         manifest["evidence"] = request.evidence
@@ -439,7 +437,7 @@ def put(page: Path, text: str, run: Run) -> None:
     A fault in between leaves a page that the older run has not executed: it counts as
     missing.
     """
-    if run.manifest["executed"] != hashlib.sha256(text.encode()).hexdigest():
+    if run.manifest["executed"] != storage.text_digest(text):
         fix = "run and page disagree; run it again"
         refuse("E-RUN", f"{run.notebook} at {run.protocol}: {fix}")
     file = page.with_suffix(".parquet")

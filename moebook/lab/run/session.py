@@ -9,13 +9,11 @@ from __future__ import annotations
 import ast
 import functools
 import gc
-import hashlib
 import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -195,7 +193,7 @@ class Run:
         hashes: dict[str, str] = {}
         for name, rows in drawn.items():
             text = json.dumps(rows, sort_keys=True)
-            hashes[name] = hashlib.sha256(text.encode()).hexdigest()
+            hashes[name] = storage.text_digest(text)
         _note(rows=hashes)
 
     def files(self, paths: Mapping[str, Path]) -> None:
@@ -272,7 +270,7 @@ def begin(cells: Sequence[str], names: MutableMapping[str, Any]) -> Run:
     _note(environment=runtime.environment())
     _note(parameters=values)
     if runtime.RESUME not in os.environ:  # else the runner knows when
-        _note(begun=datetime.now(UTC).isoformat(timespec="seconds"))
+        _note(begun=runtime.now())
     witness.note()
     _after_each_cell(witness)
     _show_tables()
@@ -417,7 +415,7 @@ def table(facts: Any) -> str:
 
 def _note(**fact: Any) -> None:
     """Leave a fact about the run: environment, modules, arms or rows."""
-    digest = hashlib.sha256(json.dumps(fact).encode()).hexdigest()
+    digest = storage.text_digest(json.dumps(fact))
     _leave(f"note/{digest[:12]}", {NOTE: fact})
 
 

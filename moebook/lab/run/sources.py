@@ -199,9 +199,7 @@ def read(path: Path) -> Notebook:
     """Read one notebook's title and the cell tagged ``parameters``; nothing of it is executed."""
     where = f"notebooks/{path.name}"
     cells = storage.read_ipynb(path)["cells"]
-    tagged = [
-        cell for cell in cells if "parameters" in cell["metadata"].get("tags", [])
-    ]
+    tagged = [cell for cell in cells if "parameters" in storage.tags(cell)]
     if len(tagged) != 1:
         expected = "expected one cell tagged 'parameters'"
         refuse("E-NOTEBOOK", f"{where}: {expected}, found {len(tagged)}")

@@ -18,7 +18,7 @@ from moebook.kernels.dispatch import shapes
 from moebook.methods.esft.choose import Selection, select
 from moebook.methods.esft.config import Config, Pooling
 from moebook.methods.esft.score import Scores
-from moebook.models.anatomy import anatomy
+from moebook.models.anatomy import anatomy, count
 from moebook.settings import Each, Size, checked, columns
 
 ByTask = Annotated[Mapping[str, Scores], Field(min_length=1)]
@@ -35,8 +35,7 @@ def layers(model: nn.Module) -> pd.DataFrame:
     """Describe a mixture layer by layer; ``width`` is F of the dense MLP or of one expert."""
     lines = []
     for layer in anatomy(model).layers:
-        size = sum(parameter.numel() for parameter in layer.block.parameters())
-        lines.append((layer.kind, layer.width, layer.count, size))
+        lines.append((layer.kind, layer.width, layer.count, count(layer.block)))
     return pd.DataFrame(
         lines, columns=["kind", "width", "routed experts", "parameters"]
     )

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 
 from moebook.errors import located, refuse
 from moebook.methods.esft.apply import EXPERTS, load, merge
-from moebook.models import checkpoint
 from moebook.models.anatomy import Layer, anatomy, incompatibility, sparse_layers
 from moebook.models.load import load as load_model
-from moebook.models.lora import ADAPTER
+from moebook.models.lora import ADAPTER, SETTINGS, TENSORS, write_folder
 from moebook.settings import Place, checked
 
-SETTINGS = "adapter_config.json"
-TENSORS = "adapter_model.safetensors"
 FUSED = ("gate_up_proj", "down_proj")
 
 
@@ -59,25 +56,18 @@ def export(model: nn.Module, folder: Place) -> Path:
             parameters.append(f"{name}.weight")
 
     first = next(iter(adapted.values()))
-    config = LoraConfig(
-        r=first.r[ADAPTER],
-        lora_alpha=first.lora_alpha[ADAPTER],
-        target_modules=modules,
-        target_parameters=parameters,
-        task_type="CAUSAL_LM",
-        inference_mode=True,
-    )
+    form: dict[str, Any] = {
+        "r": first.r[ADAPTER],
+        "lora_alpha": first.lora_alpha[ADAPTER],
+        "target_modules": modules,
+        "target_parameters": parameters,
+    }
     tensors = {}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             key = name.replace(f".{ADAPTER}", "")
             tensors[f"base_model.model.{key}"] = parameter.detach().contiguous()
-    settings = {}
-    for name, value in config.to_dict().items():
-        settings[name] = sorted(value) if isinstance(value, set) else value
-    text = json.dumps(settings, indent=1, sort_keys=True).encode()
-    files = {TENSORS: checkpoint.packed(tensors), SETTINGS: text}
-    return checkpoint.write(Path(folder), files)
+    return write_folder(Path(folder), form, tensors)
 
 
 def _adapted(model: nn.Module) -> dict[str, LoraLayer]:

@@ -22,7 +22,7 @@ from moebook.kernels.dispatch import shapes
 from moebook.methods.pesc.apply import Origin, craftable, install
 from moebook.methods.pesc.config import Config
 from moebook.models import checkpoint
-from moebook.models.anatomy import anatomy
+from moebook.models.anatomy import anatomy, count
 from moebook.models.skeleton import configuration, skeleton
 from moebook.nn import balance, evaluating
 from moebook.nn.batch import check_batch
@@ -188,14 +188,14 @@ def counts(config: Config, host: str | PreTrainedConfig) -> Counts:
         refuse_unknown(host, HOSTS, "E-MODEL", f"unknown host '{host}';")
         host = configuration(HOSTS[host])
     model = skeleton(host)
-    dense = _size(model)
+    dense = count(model)
     install(craftable(model, config), config)
     adapters = sum(
-        _size(part) for part in model.modules() if isinstance(part, mnn.Adapters)
+        count(part) for part in model.modules() if isinstance(part, mnn.Adapters)
     )
-    routers = sum(_size(part) for part in mnn.routers(model))
+    routers = sum(count(part) for part in mnn.routers(model))
     idle = adapters * (config.experts - config.top_k) // config.experts
-    total = _size(model)
+    total = count(model)
     return Counts(dense, adapters, routers, total, total - idle)
 
 
@@ -238,10 +238,6 @@ def printed_sizes() -> pd.DataFrame:
             "implied_width_high": ((printed + 0.5) * 1e9 - rest) / per_width,
         }
     return pd.DataFrame(lines).T
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def cost(

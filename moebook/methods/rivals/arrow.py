@@ -166,10 +166,4 @@ def tuned(
 
 def load(model: nn.Module, folder: str | Path) -> Tuned:
     """Restore what `Tuned.save` wrote onto its base."""
-
-    def weigh(origin: Origin) -> tuning.Weigh:
-        count = len(origin.names)
-        config = origin.config
-        return lambda _, part: Arrow(torch.zeros(count, part.in_features), config)
-
-    return tuning.load(model, folder, Origin, weigh)
+    return tuning.load_routed(model, folder, Origin, Arrow)

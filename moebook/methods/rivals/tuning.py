@@ -38,7 +38,7 @@ from moebook.methods.rocket import loras
 from moebook.methods.rocket.bank import Bank
 from moebook.methods.rocket.loras import Lora, linears
 from moebook.models import checkpoint
-from moebook.models.anatomy import beside
+from moebook.models.anatomy import beside, count
 from moebook.nn import evaluating, hooked
 from moebook.settings import Seed, checked, settings
 
@@ -287,18 +287,31 @@ def load(
     """
 
     def empty(host: nn.Module, origin: Origin) -> dict[str, Tensor]:
-        count = len(origin.names)
-        down: dict[str, Tensor] = {}
-        up: dict[str, Tensor] = {}
-        for path, layer in linears(host, origin.paths).items():
-            down[path] = torch.zeros(count, origin.rank, layer.in_features)
-            up[path] = torch.zeros(count, layer.out_features, origin.rank)
-        _install(host, origin, down, up, weigh(origin), learnt=False)
+        layers = linears(host, origin.paths)
+        factors = loras.zeros(layers, origin.rank, len(origin.names))
+        _install(host, origin, *factors, weigh(origin), learnt=False)
         return tensors(host, origin)
 
     refuse_second(model)
     checkpoint.load(model, folder, kind, empty)
     return Tuned(model, checkpoint.origin(model, kind))
+
+
+def load_routed(
+    model: nn.Module,
+    folder: str | Path,
+    kind: type[Any],
+    router: Callable[[Tensor, Any], nn.Module],
+) -> Tuned:
+    """Restore a rival whose router is made of a vector for each LoRA ``[N, D]`` and its config."""
+
+    def weigh(origin: Any) -> Weigh:
+        loras = len(origin.names)
+        return lambda _, part: router(
+            torch.zeros(loras, part.in_features), origin.config
+        )
+
+    return load(model, folder, kind, weigh)
 
 
 def on_shots(model: nn.Module, lora: Lora, data: Data) -> float:
@@ -330,7 +343,7 @@ def fit(
     the model and is passed on.
     """
     model = tuned.model
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = count(model, trained=True)
     if not trained:
         return replace(tuned, cost=spent)
     with undone(tuned):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moebook.errors import refuse, refuse_unknown
 from moebook.methods.rocket.config import Config
-from moebook.methods.rocket.loras import Lora, check_alike, check_fits, linears
+from moebook.methods.rocket.loras import Lora, check_alike, check_fits, linears, zeros
 from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy, beside
 from moebook.nn import Router
@@ -126,18 +126,9 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
 def _empty(model: nn.Module, made_from: Origin) -> dict[str, nn.Parameter]:
     """Install a mixture whose factors are still to be filled, and return its parameters."""
     _refuse_mixture(model)
-    experts = len(made_from.experts)
-    rank = made_from.rank
     layers = linears(model, made_from.paths)
-    down = {
-        path: torch.zeros(experts, rank, part.in_features)
-        for path, part in layers.items()
-    }
-    up = {
-        path: torch.zeros(experts, part.out_features, rank)
-        for path, part in layers.items()
-    }
-    return trained(install(model, made_from, down, up))
+    factors = zeros(layers, made_from.rank, len(made_from.experts))
+    return trained(install(model, made_from, *factors))
 
 
 def _refuse_mixture(model: nn.Module) -> None:

@@ -8,7 +8,6 @@ settings adapt, by lists or patterns as PEFT reads them, are those that its tens
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import time
 import warnings
@@ -33,6 +32,7 @@ from moebook.kernels.dispatch import FLOATS, shapes
 from moebook.kernels.matmul import wide
 from moebook.models import checkpoint
 from moebook.models.anatomy import beside
+from moebook.models.lora import SETTINGS, TENSORS, write_folder
 from moebook.settings import FINITE, Positive, Seed, checked, record, settings
 from moebook.storage import read_json
 
@@ -45,8 +45,6 @@ __all__ = [
     "write",
 ]
 
-SETTINGS = "adapter_config.json"
-TENSORS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 KEY = "base_model.model.{}.lora_{}.weight"
 
@@ -198,6 +196,18 @@ def linears(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Module]:
     if unused:
         refuse("E-KEYS", f"the base has no linear layer named {sorted(unused)[:3]}")
     return layers
+
+
+def zeros(
+    layers: Mapping[str, nn.Module], rank: int, *count: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return A ``[R, D]`` and B ``[O, R]`` of zeros by path, or so many of each, ``[N, R, D]``."""
+    down: dict[str, Tensor] = {}
+    up: dict[str, Tensor] = {}
+    for path, layer in layers.items():
+        down[path] = torch.zeros(*count, rank, layer.in_features)
+        up[path] = torch.zeros(*count, layer.out_features, rank)
+    return down, up
 
 
 def check_alike(group: Sequence[Lora], *, ranks: bool = True) -> None:
@@ -478,20 +488,14 @@ def rotated(lora: Lora, seed: Seed) -> Lora:
 def write(lora: Lora, folder: Path) -> Path:
     """Write a LoRA as a new PEFT folder with a manifest: PEFT reads it, and so does `read`."""
     checkpoint.place(folder)
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=list(lora.down),
-        use_rslora=lora.rank_stabilised,
-        task_type="CAUSAL_LM",
-        inference_mode=True,
-    )
-    settings = {
-        n: sorted(v) if isinstance(v, set) else v for n, v in config.to_dict().items()
+    facts = {**lora.provenance, "base": lora.base}
+    form: dict[str, Any] = {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.down),
+        "use_rslora": lora.rank_stabilised,
     }
-    text = json.dumps(settings, indent=1, sort_keys=True).encode()
-    files = {TENSORS: checkpoint.packed(lora._tensors()), SETTINGS: text}
-    return checkpoint.write(folder, files, **{**lora.provenance, "base": lora.base})
+    return write_folder(folder, form, lora._tensors(), **facts)
 
 
 def _plain(path: Path) -> Plain:

@@ -15,7 +15,6 @@ from torch import nn
 from moebook import evaluation
 from moebook.data.tasks import Task
 from moebook.errors import refuse, refuse_unknown
-from moebook.intervals import interval
 from moebook.kernels.dispatch import shapes
 from moebook.methods.rocket import apply
 from moebook.methods.rocket.case import Case
@@ -88,15 +87,6 @@ def correlations(frame: pd.DataFrame, one: Each[str], other: Each[str]) -> pd.Se
                 ranks[left, right, task] = found.statistic
     index = pd.MultiIndex.from_tuples(ranks, names=["of", "with", "task"])
     return pd.Series(list(ranks.values()), index, float)
-
-
-def averaged(ranks: pd.Series) -> pd.DataFrame:
-    """Average `correlations` over tasks: ``correlation``, ``95 % from``, ``to``, ``targets``."""
-    lines = {}
-    for pair, part in ranks.groupby(level=["of", "with"]):
-        low, high = interval(part.to_numpy()[:, None]) or (np.nan, np.nan)
-        lines[pair] = [part.mean(), low, high, len(part)]
-    return pd.DataFrame(lines, index=["correlation", "95 % from", "to", "targets"]).T
 
 
 @checked

@@ -7,7 +7,6 @@ or some LoRAs, and the caller what has been chosen so far. The folders are ones 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
 import re
@@ -425,6 +424,4 @@ def _named(stem: str, files: Iterable[Path], *about: object) -> str:
     states = [
         (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files
     ]
-    return (
-        f"{stem}-{hashlib.sha256(repr([states, about]).encode()).hexdigest()[:12]}.done"
-    )
+    return f"{stem}-{storage.text_digest(repr([states, about]))[:12]}.done"

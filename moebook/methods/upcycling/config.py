@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
@@ -60,6 +61,8 @@ class Config:
             refuse("E-RANGE", f"layers names a layer twice: {self.layers}")
 
 
+# What an arm's name may end with: its own rule, whichever the others have.
+RULES: tuple[Rule, ...] = ("renormalised", "scaled")
 # Experts, start, and the length of its rows; "" is the length that was asked for.
 MAIN: dict[str, tuple[int, str, Length | Literal[""]]] = {
     "dense": (1, "", ""),
@@ -71,15 +74,9 @@ MAIN: dict[str, tuple[int, str, Length | Literal[""]]] = {
     "crsu2": (2, "crsu", ""),
     "su8": (8, "random", ""),
     "crsu8": (8, "crsu", ""),
-    "su_renormalised": (2, "random", ""),
-    "trsu_renormalised": (2, "trsu", ""),
-    "su4_renormalised": (4, "random", ""),
-    "crsu_renormalised": (4, "crsu", ""),
-    "su_scaled": (2, "random", ""),
-    "trsu_scaled": (2, "trsu", ""),
-    "su4_scaled": (4, "random", ""),
-    "crsu_scaled": (4, "crsu", ""),
 }
+_RULED = product(RULES, ("su", "trsu", "su4", "crsu"))
+MAIN |= {f"{name}_{rule}": MAIN[name] for rule, name in _RULED}
 LABORATORY: dict[str, tuple[int, str, Length | Literal[""]]] = {
     "kaiming": (4, "kaiming", "raw"),
     "wide": (4, "wide", "raw"),
@@ -91,8 +88,6 @@ LABORATORY: dict[str, tuple[int, str, Length | Literal[""]]] = {
     "hidden_avg": (4, "hidden_avg", "raw"),
     "cheap_embed": (4, "cheap_embed", "raw"),
 }
-# What an arm's name may end with: its own rule, whichever the others have.
-RULES: tuple[Rule, ...] = ("renormalised", "scaled")
 # Tested after each quarter (Table 5), compared with the laboratory's.
 LED = ("su4", "crsu", "su4_renormalised", "crsu_renormalised")
 

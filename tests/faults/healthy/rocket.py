@@ -418,11 +418,6 @@ def outcomes():
     return {("sums", name): (0.1 * n, 0.2 * n + 0.1) for n, name in enumerate("abc")}
 
 
-def ranks():
-    frame = measure.foretold({"sums": case()}, outcomes())
-    return measure.correlations(frame, ["bare answers"], ["gain"])
-
-
 def true_split(experts, mixture):
     if experts.ndim != 2 or mixture.shape != experts.shape[1:] or not experts.size:
         raise ValueError("shapes")
@@ -695,11 +690,6 @@ ROWS = {
         measure.correlations,
         lambda: {"frame": frame(), "one": ["bare answers"], "other": ["gain"]},
         lambda frame, one, other: true_correlations(frame, one, other),
-    ),
-    "methods.rocket.measure.averaged": Row(
-        measure.averaged,
-        lambda: {"ranks": ranks()},
-        settings=("ranks",),
     ),
     "methods.rocket.measure.repeated": Row(
         lambda tables: {

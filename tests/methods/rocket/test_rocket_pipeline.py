@@ -233,18 +233,12 @@ def test_perplexities_stand_beside_what_tuning_came_to_and_correlate_within_a_ta
     ranks = measure.correlations(table, list(measure.KINDS), ["after", "gain"])
     assert table.empty
     assert ranks.empty
-    assert measure.averaged(ranks).empty
     pairs = [(task, name) for task in ("a", "b", "c") for name in "xyz"]
     index = pd.MultiIndex.from_tuples(pairs, names=["task", "lora"])
     after = [3.0, 2, 1, 0.5, 0.5, 0.5, 1, 3, 2]
     columns = {"nats": [1.0, 2, 3, 10, 20, 30, 1, 2, 3], "after": after}
     ranks = measure.correlations(pd.DataFrame(columns, index), ["nats"], ["after"])
     assert ranks["nats", "after"].to_dict() == pytest.approx({"a": -1, "c": 0.5})
-    line = measure.averaged(ranks).loc[("nats", "after")]
-    assert line["correlation"] == pytest.approx(-0.25)
-    assert line["targets"] == 2
-    assert line["95 % from"] < -0.25 < line["to"]
-    assert math.isnan(measure.averaged(ranks[:1])["to"].item())
 
 
 def test_an_average_is_over_targets_and_mixed_cases_are_those_that_divide_the_experts():
