@@ -558,15 +558,14 @@ def record(
     run.scores(place, answers, domains=not planned.laboratory)
 
     if not planned.laboratory:
-        measured = stability(course.history, planned.steps)
-        run.record(f"{place}/stability/spread", measured["spread"], "nats")
-        run.record(f"{place}/stability/jump", measured["jump"], "nats")
-        run.record(f"{place}/stability/gradient", measured["gradient"], "ratio")
-    if planned.start and not planned.laboratory:
-        kept = routers.overall(course.routes, upcycling.thirds(planned.steps))
-        # Table 6 has SU with two experts twice.
-        for path in ("su", "su2") if name == "su" else (name,):
-            run.record(f"{root}/{path}/consistency", kept, "share")
+        for measure, value in stability(course.history, planned.steps).items():
+            unit = "ratio" if measure == "gradient" else "nats"
+            run.record(f"{place}/stability/{measure}", value, unit)
+        if planned.start:
+            kept = routers.overall(course.routes, upcycling.thirds(planned.steps))
+            # Table 6 has SU with two experts twice.
+            for path in ("su", "su2") if name == "su" else (name,):
+                run.record(f"{root}/{path}/consistency", kept, "share")
     parted = specialisation(course)
     if parted:
         averaged, by_layer = parted

@@ -217,19 +217,42 @@ def check(model: nn.Module, what: object = "", *, loss: bool = False) -> None:
     """
     if not hasattr(model, "get_input_embeddings"):
         return
-    name = (
-        f"{what}: {type(_host(model)).__name__}"
-        if what
-        else type(_host(model)).__name__
-    )
+    kind = type(_host(model)).__name__
+    name = f"{what}: {kind}" if what else kind
     device = next(model.parameters()).device
     # Of the lower half: some heads have fewer rows than the embedding.
     ids = torch.arange(1, TOKENS + 1) * vocabulary(model) // (2 * TOKENS)
     rows = ids.repeat(2, 1).to(device)
     rows[1, -CHANGED:] = rows[0, -CHANGED:].flip(0)
-    # As in training, the first is not needed.
-    places = torch.arange(1, TOKENS, device=device)
     labels = rows[:, 1:].clone()
+    logits, own = _pass(model, name, rows, labels)
+    # NaN only: some have -inf for what is no text.
+    if logits.float().log_softmax(-1).isnan().any():
+        if loss:  # `fit` and `nats` say on which rows
+            return
+        fix = "check its weights and its configuration"
+        refuse("E-NONFINITE", f"{name} gives NaN or infinity: {fix}")
+    if _looks_ahead(logits) and not reads_prompt(model):
+        wrong = "what it says of a token depends on those after it"
+        fix = "set is_decoder in its config.json, or take another"
+        refuse("E-MODEL", f"{name} is no causal language model: {wrong}; {fix}")
+    if loss and own is not None:
+        scores = logits[:, :-1].flatten(0, 1).float()
+        likelihood = F.cross_entropy(scores, labels[:, 1:].flatten())
+        if not math.isclose(own, likelihood, rel_tol=1e-3):
+            found = f"{own:.4f} for {likelihood:.4f} on {TOKENS} tokens"
+            wrong = f"the loss of {name} is not the likelihood of the next token"
+            refuse("E-MODEL", f"{wrong} ({found}); take another model")
+
+
+def _pass(
+    model: nn.Module, name: str, rows: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return logits ``[N, T - 1, V]`` of all tokens of rows but the first, and the model's loss.
+
+    The first is not needed, as in training. A model that fails at it is refused.
+    """
+    places = torch.arange(1, TOKENS, device=rows.device)
     inputs = {
         "input_ids": rows,
         "attention_mask": torch.ones_like(rows),
@@ -241,45 +264,17 @@ def check(model: nn.Module, what: object = "", *, loss: bool = False) -> None:
     except (Refusal, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        told = f"{type(error).__name__}: {error!s:.200}"
-        refuse(
-            "E-MODEL",
-            f"{name} cannot read {TOKENS} tokens ({told}); check its configuration",
-        )
+        told = f"cannot read {TOKENS} tokens ({type(error).__name__}: {error!s:.200})"
+        refuse("E-MODEL", f"{name} {told}; check its configuration")
     logits = getattr(output, "logits", None)
     if logits is None:
-        refuse(
-            "E-MODEL",
-            f"{name} gives no logits; take a model with a head for language models",
-        )
+        fix = "take a model with a head for language models"
+        refuse("E-MODEL", f"{name} gives no logits; {fix}")
     if logits.shape[:2] != labels.shape:
         wrong = f"{logits.shape[1]} tokens' logits, asked for {len(places)}"
-        refuse(
-            "E-MODEL",
-            f"{name} leaves logits_to_keep aside ({wrong}); take another model",
-        )
-    if (
-        logits.float().log_softmax(-1).isnan().any()
-    ):  # some have -inf for what is no text
-        if loss:  # `fit` and `nats` say on which rows
-            return
-        refuse(
-            "E-NONFINITE",
-            f"{name} gives NaN or infinity: check its weights and its configuration",
-        )
-    if _looks_ahead(logits) and not reads_prompt(model):
-        wrong = "what it says of a token depends on those after it"
-        fix = "set is_decoder in its config.json, or take another"
-        refuse("E-MODEL", f"{name} is no causal language model: {wrong}; {fix}")
-    own = getattr(output, "loss", None)
-    if loss and own is not None:
-        likelihood = F.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
-        )
-        if not math.isclose(own, likelihood, rel_tol=1e-3):
-            found = f"{own:.4f} for {likelihood:.4f} on {TOKENS} tokens"
-            wrong = f"the loss of {name} is not the likelihood of the next token"
-            refuse("E-MODEL", f"{wrong} ({found}); take another model")
+        fix = "take another model"
+        refuse("E-MODEL", f"{name} leaves logits_to_keep aside ({wrong}); {fix}")
+    return logits, getattr(output, "loss", None)
 
 
 def _looks_ahead(logits: Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby, product
 
@@ -247,39 +247,39 @@ def _copied(paper: Paper) -> Iterator[Finding]:
 
     In one table three numbers must agree; between two tables two of `_rivals`.
     """
-    rows = {name: _rows(paper, name) for name in paper.headers}
-    within = [(name, name) for name in rows]
-    for here, there in [*within, *combinations(rows, 2)]:
-        if here == there:
-            pairs: Iterable[tuple[Key, Key]] = combinations(rows[here], 2)
-            fewest = 3
-        else:
-            pairs = product(rows[here], rows[there])
-            fewest = 2
+    tables = {name: _rows(paper, name) for name in paper.headers}
+    for rows in tables.values():
+        for mine, theirs in combinations(rows, 2):
+            if mine[0] != theirs[0]:
+                yield from _repeated(paper, rows[mine], rows[theirs], fewest=3)
+    for here, there in combinations(tables, 2):
         declared = paper.rules(there, same=True)
-        for mine, theirs in pairs:
-            name = mine[0]
-            rival = theirs[0]
-            if name == rival:
-                continue
-            if here != there and (rival in declared or not _rivals(name, rival)):
-                continue
-            shared = _shared_cells(rows[here][mine], rows[there][theirs])
-            alike = all(cell.value == twin.value for cell, twin in shared)
-            if len(shared) < fewest or not alike:
-                continue
-            cell, twin = shared[0]
-            numbers = f"all {len(shared)} shared numbers equal those of {twin.row}"
-            yield Finding(
-                paper=paper.name,
-                place=cell.place,
-                kind="name",
-                printed=cell.row,
-                recomputed=twin.row,
-                status="differs",
-                explanation=f"{numbers} in {title(twin.table)}",
-                group=cell.place,
-            )
+        for mine, theirs in product(tables[here], tables[there]):
+            if theirs[0] not in declared and _rivals(mine[0], theirs[0]):
+                cells = tables[here][mine]
+                yield from _repeated(paper, cells, tables[there][theirs], fewest=2)
+
+
+def _repeated(
+    paper: Paper, cells: dict[str, Cell], twins: dict[str, Cell], *, fewest: int
+) -> Iterator[Finding]:
+    """Report two rows that share so many numbers and agree in all of them."""
+    shared = _shared_cells(cells, twins)
+    alike = all(cell.value == twin.value for cell, twin in shared)
+    if len(shared) < fewest or not alike:
+        return
+    cell, twin = shared[0]
+    numbers = f"all {len(shared)} shared numbers equal those of {twin.row}"
+    yield Finding(
+        paper=paper.name,
+        place=cell.place,
+        kind="name",
+        printed=cell.row,
+        recomputed=twin.row,
+        status="differs",
+        explanation=f"{numbers} in {title(twin.table)}",
+        group=cell.place,
+    )
 
 
 Key = tuple[str, str]  # a row's name, and its keys

@@ -54,11 +54,8 @@ def serve(listening: socket.socket) -> dict[str, Any] | None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     clients: dict[int, socket.socket] = {}  # by the number of their fork
     with selectors.DefaultSelector() as events:
-        for source in {
-            PARENT,
-            listening.fileno(),
-            woken.fileno(),
-        }:  # a fork has no such parent
+        # A set: a fork of `warm.prepared` listens at its standard input, and has no parent there.
+        for source in {PARENT, listening.fileno(), woken.fileno()}:
             events.register(source, selectors.EVENT_READ)
         while True:
             for event, _ in events.select():
@@ -67,22 +64,11 @@ def serve(listening: socket.socket) -> dict[str, Any] | None:
                     for pid in list(clients):
                         tell(pid, clients, events)
                 elif event.fd == listening.fileno():
-                    client, _ = listening.accept()
-                    asked = receive(client)
-                    if asked is None:
-                        client.close()
-                        continue
-                    pid = os.fork()
-                    if pid == 0:
-                        for one in (client, listening, woken, wakes, *clients.values()):
+                    asked = answer(listening, clients, events)
+                    if asked is not None:
+                        for one in (listening, woken, wakes):
                             one.close()
                         return asked
-                    for file in asked["files"]:
-                        os.close(file)
-                    clients[pid] = client
-                    events.register(client, selectors.EVENT_READ, pid)
-                    with suppress(OSError):
-                        client.sendall(b"%d\n" % pid)
                 elif event.fd == PARENT:
                     for pid in clients:
                         end(pid)
@@ -90,6 +76,31 @@ def serve(listening: socket.socket) -> dict[str, Any] | None:
                 else:  # a client says nothing more: it has ended
                     events.unregister(event.fileobj)
                     end(event.data)
+
+
+def answer(
+    listening: socket.socket,
+    clients: dict[int, socket.socket],
+    events: selectors.BaseSelector,
+) -> dict[str, Any] | None:
+    """Fork for the client that has come; return what it asks for in the fork, and None here."""
+    client, _ = listening.accept()
+    asked = receive(client)
+    if asked is None:
+        client.close()
+        return None
+    pid = os.fork()
+    if pid == 0:
+        for one in (client, *clients.values()):
+            one.close()
+        return asked
+    for file in asked["files"]:
+        os.close(file)
+    clients[pid] = client
+    events.register(client, selectors.EVENT_READ, pid)
+    with suppress(OSError):
+        client.sendall(b"%d\n" % pid)
+    return None
 
 
 def receive(client: socket.socket) -> dict[str, Any] | None:
