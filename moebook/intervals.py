@@ -33,6 +33,18 @@ def interval(effects: np.ndarray) -> tuple[float, float] | None:
     return mean - half, mean + half
 
 
+def place(effects: np.ndarray) -> int:
+    """Say where the interval of a mean lies: 0 above zero, 1 below it, 2 across it.
+
+    The effects are ``[S, I]``, as in `interval`; a lone number lies by its sign.
+    """
+    mean = float(effects.mean())
+    low, high = interval(effects) or (mean, mean)
+    if low > 0:
+        return 0
+    return 1 if high < 0 else 2
+
+
 def another(values: Sequence[float]) -> tuple[float, float]:
     """Where one more of these values, ``[S]``, would lie in 95 % of cases if normal."""
     count = len(values)

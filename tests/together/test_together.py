@@ -15,7 +15,6 @@ from moebook.analysis.routers import logit_scale
 from moebook.experiments import crafts
 from moebook.experiments.budgets import train
 from moebook.experiments.together import arms
-from moebook.lab import plotting
 from moebook.methods import esft, pesc, upcycling
 from moebook.methods.rocket.loras import Lora, attached, linears
 from moebook.models.anatomy import sparse_layers
@@ -469,15 +468,3 @@ def test_committed_pools_kept_their_budgets(pools):
         "parameters",
     }
     assert not {key: off for key, off in spent.items() if abs(off) >= 0.02}
-
-
-def test_a_front_joins_the_points_with_none_as_low_to_their_left():
-    clouds = {
-        str(i): [point]
-        for i, point in enumerate([(3, 1), (1, 3), (2, 3), (2, 2), (4, 1)])
-    }
-    axes = plotting.points({"a": clouds}, front=True, xscale="log").axes[0]
-    assert axes.lines[0].get_xydata().tolist() == [[1, 3], [2, 2], [3, 1]]
-    assert (
-        len({tuple(plotting.charts.look(place).values()) for place in range(64)}) == 64
-    )

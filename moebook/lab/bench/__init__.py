@@ -7,6 +7,7 @@ from moebook.lab.bench.report import (
     recorded,
     regrown,
     remeasured,
+    told,
 )
 from moebook.lab.bench.running import (
     OPS,

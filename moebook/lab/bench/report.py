@@ -305,6 +305,13 @@ def reached(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
 Points = np.ndarray[Any, Any]  # value and milliseconds, [points, 2]
 
 
+def told(panels: Mapping[str, Mapping[str, Points]]) -> str:
+    """Say in how many of the panels of `curves` ours is the fastest at the largest size."""
+    both = [one for one in panels.values() if {"ours", "fastest other"} <= one.keys()]
+    ahead = sum(one["ours"][-1, 1] <= one["fastest other"][-1, 1] for one in both)
+    return f"At the largest size ours is the fastest in {ahead} of {len(both)} sweeps"
+
+
 def curves(frame: pd.DataFrame) -> dict[str, dict[str, Points]]:
     """Return a panel for each op and letter: ours, the floor and the fastest other."""
     panels: dict[str, dict[str, Points]] = {}

@@ -34,7 +34,7 @@ from pathlib import Path
 import numpy as np
 
 from moebook.errors import nearest, refuse
-from moebook.intervals import interval
+from moebook.intervals import interval, place
 from moebook.lab.evidence.verdicts import Row, quantity
 from moebook.lab.records import store
 from moebook.lab.records.store import Pool
@@ -82,10 +82,7 @@ class Effect:
     @property
     def place(self) -> int:
         """Where the interval lies: 0 above zero, 1 below, 2 across it."""
-        low, high = self.ends or (self.mean, self.mean)
-        if low > 0:
-            return 0
-        return 1 if high < 0 else 2
+        return place(self.effects)
 
     def number(self, number: float, *, compared: bool | None = None) -> str:
         """Write a number in its unit."""

@@ -5,10 +5,11 @@ Nothing heavy is imported here: what needs the libraries are children, most of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moebook import runtime, storage
 from moebook.errors import Refusal, extra, located, refuse
@@ -195,14 +196,19 @@ def _pages_are_current(folder: Path) -> bool:
 def notebook_pages(folder: Path) -> list[str]:
     """List the notebooks in the book's table of contents: ``01_pesc``, ``01_pesc_findings``."""
     with storage.formed(folder / "book" / "_toc.yml") as toc:
-        chapters = [chapter for part in toc["parts"] for chapter in part["chapters"]]
-        sections = [one for chapter in chapters for one in chapter.get("sections", ())]
-        files = [entry["file"] for entry in chapters + sections]
+        files = [file for part in toc["parts"] for file in _files(part["chapters"])]
         return [
             file.removeprefix("notebooks/")
             for file in files
             if file.startswith("notebooks/")
         ]
+
+
+def _files(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the files of a table of contents, each entry before its sections."""
+    for entry in entries:
+        yield entry["file"]
+        yield from _files(entry.get("sections", ()))
 
 
 def _check(folder: Path, page: str, tier: str) -> None:

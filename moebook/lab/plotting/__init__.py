@@ -16,5 +16,6 @@ with extra("notebook", "a figure"):
         leads,
         loads,
         points,
+        prices,
         style,
     )

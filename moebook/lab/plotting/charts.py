@@ -24,8 +24,11 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
+from matplotlib.collections import Collection
+from matplotlib.colors import to_rgba_array
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, MaxNLocator
 
@@ -58,6 +61,8 @@ BESIDE = 30
 """Characters that fit left of a panel."""
 LINE = 0.2
 """Height of a line of text in inches."""
+COLOURED = 3
+"""Coloured series that a legend may have; a reader keeps no more in mind."""
 INK = "#14171A"
 Series = Mapping[str, npt.ArrayLike]
 Cloud = npt.NDArray[np.float64]  # points, [n, 2]
@@ -180,15 +185,16 @@ def _number(axes: Axes, table: npt.NDArray[Any], dark: float, size: float) -> No
         )
 
 
-# Of bars, once all colours have been used.
-HATCHES = ("", "///", "...", "xxx")
+# Experts in turn: their numbers tell them apart, and the colours where one ends.
+TURNS = (COLOURS[0], COLOURS[5])
 
 
 def loads(shares: Series, *, title: str = "") -> Figure:
     """Draw a stacked bar a row (a layer, say): the share of tokens each expert serves.
 
-    The number in a segment is its expert's; dotted lines mark the borders of equal
-    shares. ``shares`` is the row's name to the experts' shares ``[E]``, which sum to 1.
+    The number in a segment is its expert's, in two colours by turns; dotted lines mark
+    the borders of equal shares. ``shares`` is the row's name to the experts' shares
+    ``[E]``, which sum to 1.
     """
     table = {spoken(row): np.asarray(parts, float) for row, parts in shares.items()}
     experts = len(next(iter(table.values())))
@@ -202,14 +208,9 @@ def loads(shares: Series, *, title: str = "") -> Figure:
     figure, axes = single(max(1.8, 0.25 * len(table) + 1.0))
     left = np.zeros(len(table))
     for expert, widths in enumerate(np.stack(list(table.values()), axis=1)):
-        colour = COLOURS[expert % len(COLOURS)]
+        colour = TURNS[expert % len(TURNS)]
         patches = axes.barh(
-            list(table),
-            widths,
-            left=left,
-            color=colour,
-            hatch=HATCHES[expert // len(COLOURS) % len(HATCHES)],
-            edgecolor="white",
+            list(table), widths, left=left, color=colour, edgecolor="white"
         )
         # Numbers in the bars spare the reader the way to a legend; slivers stay empty.
         names = [str(expert) if share > 0.022 else "" for share in widths]
@@ -241,7 +242,6 @@ def points(
     title: str = "",
     ticks: bool = True,
     joined: bool = False,
-    front: bool = False,
     xscale: str = "linear",
     above: str = "",
 ) -> Figure:
@@ -250,8 +250,7 @@ def points(
     ``panels`` is the panel's title to its series: name to points ``[n, 2]``, drawn in
     this order. Without ``ticks`` the axes carry no numbers; those of a t-SNE or UMAP
     map mean nothing. Points may be ``joined`` by a line in their order, and the
-    horizontal axis ``log``. ``front`` draws the Pareto front, points with none as low
-    to their left. ``above`` names a series to draw on top.
+    horizontal axis ``log``. ``above`` names a series to draw on top.
     """
     clouds, looks = arrays("points", panels)
     figure, cells = grid(list(panels), 3, 2.0, xlabel, ylabel, title, shared=True)
@@ -273,8 +272,6 @@ def points(
             handles.setdefault(name, dots)
             if joined:
                 axes.plot(x, y, color=looks[name]["color"], lw=1.2)
-        if front:
-            _front(axes, np.concatenate(list(panel.values())))
         axes.set_xscale(xscale)
         if not ticks:
             axes.set(xticks=[], yticks=[])
@@ -285,12 +282,41 @@ def points(
     return finished(figure)
 
 
-def _front(axes: Axes, cloud: Cloud) -> None:
-    """Draw the Pareto front of points as steps: what is lower than all to its left."""
-    cloud = cloud[np.lexsort((cloud[:, 1], cloud[:, 0]))]
-    lowest = np.minimum.accumulate([np.inf, *cloud[:-1, 1]])
-    steps = cloud[cloud[:, 1] < lowest]
-    axes.plot(*steps.T, c=INK, lw=0.8, ds="steps-post", zorder=0)
+def prices(table: pd.DataFrame, *, title: str = "") -> Figure:
+    """Draw a line a row and a panel a column: a loss and prices, lower is better in all.
+
+    ``table`` has the loss in its first column and positive prices in the others, on
+    axes of their own, all logarithmic; the row of the lowest loss is on top. A price is
+    a filled point where no row has a lower loss for less (the Pareto front), else a
+    hollow one.
+    """
+    loss, *others = table.columns
+    table = table.sort_values(loss)
+    height = 0.2 * len(table) + 0.4
+    names = [folded(column, 14) for column in table]
+    figure, cells = grid(names, len(names), height, "", "", title)
+    for axes, column in zip(cells, table, strict=True):
+        values = table[column].to_numpy(float)
+        best = on_front(values) if column in others else np.full(len(values), True)
+        for place, (value, filled) in enumerate(zip(values, best, strict=True)):
+            face = COLOURS[0] if filled else "white"
+            dress = look(0) | {"ls": "", "mfc": face, "markersize": 5}
+            axes.plot(value, place, **dress)
+        axes.set_xscale("log")
+        logarithmic(axes.xaxis)
+        lines = [spoken(line) if axes is cells[0] else "" for line in table.index]
+        axes.set_yticks(range(len(lines)), lines, fontsize=8.5)
+        axes.set_ylim(len(lines) - 0.4, -0.6)
+        axes.margins(x=0.15)
+        axes.tick_params(axis="y", length=0)
+        axes.tick_params(axis="x", labelsize=8)
+    return finished(figure)
+
+
+def on_front(values: Cloud) -> npt.NDArray[np.bool_]:
+    """Whether each price, ``[n]`` from the best row on, is lower than all before it."""
+    before = np.minimum.accumulate([np.inf, *values[:-1]])
+    return values < before
 
 
 def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure | None:
@@ -500,7 +526,10 @@ def check(figure: Figure, name: str) -> None:
 
 
 def faults(figure: Figure) -> Iterator[str]:
-    """Say what cannot be read: NaN, text over text, a series without a point, a code's name."""
+    """Say what cannot be read: NaN, text over text, a series without a point, a code's name.
+
+    And a legend of more coloured series than one keeps in mind.
+    """
     figure.draw_without_rendering()
     unseen = {id(label) for axes in figure.axes for label in _beyond(axes)}
     texts = [
@@ -525,9 +554,25 @@ def faults(figure: Figure) -> Iterator[str]:
         ):
             yield "a series has no point; leave it out, and out of the caption"
     for key in figure.legends:
+        coloured = sum(map(_is_coloured, key.legend_handles))
+        if coloured > COLOURED:
+            more = f"{coloured} coloured series; expected at most {COLOURED}"
+            yield f"the legend has {more}: make the others grey, or draw a line for each"
         for text in key.get_texts():
             if re.search(r"\w[_/]\w", text.get_text()):
                 yield f"the legend says '{text.get_text()}'; give it a reader's name"
+
+
+def _is_coloured(handle: Artist | None) -> bool:
+    """Whether a legend's mark has a colour: neither black, grey nor white."""
+    if isinstance(handle, Line2D):
+        colours = to_rgba_array(handle.get_color())
+    elif isinstance(handle, (Collection, Patch)):
+        colours = to_rgba_array(handle.get_facecolor())
+    else:
+        return False
+    red_green_blue = colours[:, :3]
+    return bool(np.ptp(red_green_blue, axis=1).max(initial=0) > 0.1)
 
 
 def _beyond(axes: Axes) -> Iterator[Text]:
@@ -547,7 +592,7 @@ def _is_shown(text: Text) -> bool:
 
 def entitle(figure: Figure, title: str) -> None:
     """Put a title at the left above all panels; a second line makes the figure higher."""
-    lines = folded(title, TITLE)
+    lines = folded(spoken(title), TITLE)
     figure.set_figheight(figure.get_figheight() + LINE * lines.count("\n"))
     figure.suptitle(lines, x=0.01, ha="left")
 

@@ -1,4 +1,4 @@
-"""Speed: times beside ours with the floor drawn in, growth on log axes, rooflines."""
+"""Speed: times beside ours with the floor drawn in, growth on log axes, what the roof leaves."""
 
 from __future__ import annotations
 
@@ -118,32 +118,41 @@ def roofline(
     *,
     flops: float,
     bandwidth: float,
-    title: str = "",
+    machine: str,
 ) -> Figure:
-    """Draw what each op reached under the roof that the machine puts over it.
+    """Draw what each op reached beside the roof that the machine puts over it.
 
     ``runs`` is the name to (FLOPs per byte that must move, FLOPs a second). ``flops`` a
     second are measured on a dense product, ``bandwidth`` in bytes a second on a large
-    copy.
+    copy: the roof is the lower of ``flops`` and of what the bytes allow. The op that
+    comes nearest to its roof is on top; the headline counts those that reach half.
     """
     if min(flops, bandwidth) <= 0:
         rates = f"flops {flops:g} and bandwidth {bandwidth:g}"
         refuse("E-RANGE", f"roofline: {rates} must be above 0")
-    figure, axes = charts.single(charts.HEIGHT)
-    edge = flops / bandwidth  # left of it memory is the limit, right of it arithmetic
-    intensities = [edge, *(intensity for intensity, _ in runs.values())]
-    ends = np.array([min(intensities) / 2, edge, max(intensities) * 2])
-    (roof,) = axes.plot(ends, np.minimum(ends * bandwidth, flops) / 1e9, color=INK)
-    handles: dict[str, Artist] = {"roof": roof}
-    axes.axvspan(edge, ends[-1], color=COLOURS[6], alpha=0.08, lw=0)
-    for place, (name, (intensity, rate)) in enumerate(runs.items()):
-        dress = charts.look(place)
-        handles[name] = axes.scatter(intensity, rate / 1e9, s=42, zorder=3, **dress)
-    axes.set(xscale="log", yscale="log")
+    roofs: dict[str, float] = {}
+    shares: dict[str, float] = {}
+    for name, (intensity, rate) in runs.items():
+        roofs[name] = min(intensity * bandwidth, flops)
+        shares[name] = rate / roofs[name]
+    names = sorted(shares, key=lambda name: -shares[name])
+    figure, axes = charts.single(0.22 * len(names) + 0.9)
+    handles: dict[str, Artist] = {}
+    for place, name in enumerate(names):
+        _, rate = runs[name]
+        limit = "memory" if roofs[name] < flops else "arithmetic"
+        dress = charts.look(0 if limit == "memory" else 1) | {"ls": ""}
+        (handles[f"limited by {limit}"],) = axes.plot(rate / 1e9, place, **dress)
+        (roof,) = axes.plot(roofs[name] / 1e9, place, **charts.PRINTED)
+        handles["its roof"] = roof
+    axes.set_xscale("log")
     charts.logarithmic(axes.xaxis)
-    charts.logarithmic(axes.yaxis)
+    axes.set_yticks(range(len(names)), names, fontsize=8.5)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("GFLOPs a second")
+    half = sum(share >= 0.5 for share in shares.values())
+    title = f"{half} of {len(names)} cases reach half of what {machine} allows"
     charts.entitle(figure, title)
-    axes.set_xlabel("work for each byte that must move (FLOPs per byte)")
-    axes.set_ylabel(charts.folded("GFLOPs a second", 10))
     legend(figure, handles)
     return charts.finished(figure)

@@ -11,12 +11,15 @@ import functools
 import gc
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from moebook import lists, runtime, storage
 from moebook.errors import Refusal, nearest, refuse, shown
@@ -43,6 +46,8 @@ Arm = TypeVar("Arm")
 # A value's name, or two names: the first less the second.
 Measure = str | tuple[str, str]
 ABSENT = "–"
+# A word of a headline that follows two recorded values: the words, value, less which.
+SWITCH = re.compile(r"\{([^{}]+): (\S+) less (\S+)\}")
 TEXT = 160  # characters of a text that a table's cell shows
 # Unit to how a value of it is told, and a difference of two: the factor, the form.
 TOLD = {
@@ -150,6 +155,31 @@ class Run:
         except Refusal as refusal:
             return f"The recorded runs cannot be shown: {refusal.message}"
         return pd.DataFrame.from_dict(lines, orient="index")
+
+    def headline(self, text: str, *, root: str, otherwise: str) -> str:
+        """Write what a figure of this run shows: its words follow what the run recorded.
+
+        ``{leads | trails | is level with: sparse/accuracy less dense/accuracy}`` is the
+        word by where the interval of the difference over test rows lies, as in the prose
+        of findings; ``root`` stands before the names, and ``0`` may be the second.
+        ``otherwise`` is the headline of a run that lacks one of the values.
+        """
+        from moebook.intervals import place  # here, since SciPy takes a second
+
+        recorded = {
+            name.removeprefix(f"{root}/"): np.array([value.items or [value.value]])
+            for name, value in self.witness.recorded.items()
+        }
+        recorded["0"] = np.zeros((1, 1))
+        switches = SWITCH.findall(text)
+        if not all(one in recorded and less in recorded for _, one, less in switches):
+            return otherwise
+
+        def word(found: re.Match[str]) -> str:
+            effects = recorded[found[2]] - recorded[found[3]]
+            return found[1].split("|")[place(effects)].strip()
+
+        return SWITCH.sub(word, text)
 
     def _beside(self, measure: Measure) -> dict[str, object]:
         """Return a line: this run's value, the recorded runs' mean and interval, their seeds."""

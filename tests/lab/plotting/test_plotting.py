@@ -175,6 +175,25 @@ def test_points_may_lie_on_top_or_be_joined_and_a_map_has_no_numbers():
     assert axes.collections[0].get_alpha() < 0.5
 
 
+def test_a_price_is_filled_where_no_lower_loss_costs_as_little():
+    loss = [1.0, 3.0, 3.1, 2.0, 1.1]
+    step = [3.0, 1.0, 2.0, 2.0, 4.0]
+    arms = ["full", "own_lora", "c", "d", "e"]
+    table = pd.DataFrame({"loss (nats)": loss, "time of a step": step}, index=arms)
+    left, right = plotting.prices(table, title="Paid").axes
+    assert texts(left.get_yticklabels()) == ["full", "e", "d", "own lora", "c"]
+    assert [line.get_xydata().tolist() for line in right.lines] == [
+        [[3, 0]],
+        [[4, 1]],
+        [[2, 2]],
+        [[1, 3]],
+        [[2, 4]],
+    ]
+    assert filled(right.lines) == [True, False, True, True, False]
+    assert filled(left.lines) == [True] * 5
+    assert left.get_xscale() == right.get_xscale() == "log"
+
+
 def test_every_effect_lies_at_its_value_with_its_interval_and_its_series_look():
     figure = plotting.forest(EFFECTS, xlabel="effect", title="Found")
     points, nats = figure.axes
@@ -225,7 +244,7 @@ def test_times_begin_at_ours_in_two_columns_with_the_floor_of_their_group():
     assert lines == ["groups", "loop"]
 
 
-def test_growth_has_logarithmic_axes_and_the_roof_is_flat_from_its_edge_on():
+def test_growth_has_logarithmic_axes_and_ours_is_thick():
     ours = np.array([[1.0, 1], [2, 4]])
     floor = np.array([[1.0, 1], [2, 2]])
     series = {"ours": ours, "floor": floor}
@@ -233,9 +252,23 @@ def test_growth_has_logarithmic_axes_and_the_roof_is_flat_from_its_edge_on():
     first = figure.axes[0]
     assert first.get_xscale() == first.get_yscale() == "log"
     assert first.lines[0].get_linewidth() > first.lines[1].get_linewidth()
-    figure = speed.roofline({"experts": (40.0, 5e10)}, flops=1e11, bandwidth=1e10)
-    roof = figure.axes[0].lines[0].get_xydata()
-    assert roof == pytest.approx(np.array([[5, 50], [10, 100], [80, 100]]))
+
+
+def test_what_an_op_reached_stands_beside_what_memory_or_arithmetic_allows_it():
+    runs = {"adapters": (5.0, 2e10), "experts": (40.0, 9e10)}
+    figure = speed.roofline(runs, flops=1e11, bandwidth=1e10, machine="a card")
+    (axes,) = figure.axes
+    assert texts(axes.get_yticklabels()) == ["experts", "adapters"]
+    assert [line.get_xydata().tolist() for line in axes.lines] == [
+        [[90, 0]],
+        [[100, 0]],
+        [[20, 1]],
+        [[50, 1]],
+    ]
+    (legend,) = figure.legends
+    limits = ["limited by arithmetic", "its roof", "limited by memory"]
+    assert texts(legend.get_texts()) == limits
+    assert figure.get_suptitle() == "1 of 2 cases reach half of what a card allows"
 
 
 OPS = "route split_experts lora_mixture balance_loss duplicates pesc_step".split()
@@ -266,7 +299,7 @@ def test_figures_of_times_are_readable_whatever_was_measured(seed):
         "multiples": speed.multiples(
             pd.DataFrame(bars, columns=TIMES.columns), xlabel="time over ours"
         ),
-        "roof": speed.roofline(reached, flops=1e11, bandwidth=1e10),
+        "roof": speed.roofline(reached, flops=1e11, bandwidth=1e10, machine="it"),
     }
     assert {name: [*charts.faults(figure)] for name, figure in figures.items()} == {
         "growth": [],
@@ -325,7 +358,10 @@ REFUSALS = [
         partial(speed.multiples, TIMES.assign(value=0.0), xlabel=""),
         "E-RANGE: multiples",
     ),
-    (partial(speed.roofline, {}, flops=0.0, bandwidth=1.0), "E-RANGE: roofline"),
+    (
+        partial(speed.roofline, {}, flops=0.0, bandwidth=1.0, machine=""),
+        "E-RANGE: roofline",
+    ),
 ]
 
 
@@ -392,9 +428,15 @@ def named_as_in_code(axes):
     axes.figure.legend(axes.lines, ["pesc/real_chat"])
 
 
+def with_a_fourth_colour(axes):
+    lines = [axes.plot([0, 1], color=colour)[0] for colour in (*COLOURS[:4], INK)]
+    axes.figure.legend(lines, list("abcde"))
+
+
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
+        (with_a_fourth_colour, "the legend has 4 coloured series; expected at most 3"),
         (crowded, "'another one' lies over 'a long label'"),
         (with_nan, "'nan' says NaN"),
         (titles_that_meet, "'the title of a panel' lies over|lies over 'the title"),

@@ -1,7 +1,9 @@
 """A run beside the recorded ones, and its parameters as a table."""
 
 import json
+from functools import partial
 
+import numpy as np
 import pytest
 
 from moebook import storage
@@ -89,6 +91,24 @@ def test_runs_that_do_not_fit_together_are_told_and_end_nothing(project, run):
     keep(project, "many", 1, 0.9, 0.1, base="smollm2")
     text = run.beside({"lead": LEAD})
     assert text.startswith("The recorded runs cannot be shown: pesc/many, seed 1")
+
+
+@pytest.mark.parametrize(
+    ("sparse", "title"),
+    [
+        ([1, 1, 1, 0], "Sparse leads dense"),
+        ([0, 0, 0, 0], "Sparse cannot be told from dense"),
+        ([-1, -1, -1, 0], "Sparse trails dense"),
+    ],
+)
+def test_a_headline_follows_what_the_run_recorded(run, sparse, title):
+    words = "Sparse {leads | trails | cannot be told from: sparse/gain less dense/gain}"
+    told = partial(run.headline, f"{words} dense", root="pesc", otherwise="Gains")
+    many = np.repeat(sparse, 20).astype(float)
+    run.record("pesc/sparse/gain", many.mean(), "percent_points", many)
+    assert told() == "Gains"
+    run.record("pesc/dense/gain", 0.0, "percent_points", 0 * many)
+    assert told() == title
 
 
 @pytest.fixture(autouse=True)
