@@ -592,9 +592,17 @@ def _is_shown(text: Text) -> bool:
 
 def entitle(figure: Figure, title: str) -> None:
     """Put a title at the left above all panels; a second line makes the figure higher."""
-    lines = folded(spoken(title), TITLE)
+    lines = balanced(spoken(title), TITLE)
     figure.set_figheight(figure.get_figheight() + LINE * lines.count("\n"))
     figure.suptitle(lines, x=0.01, ha="left")
+
+
+def balanced(title: str, characters: int) -> str:
+    """Break a title into as few lines as it needs, all of about the same length."""
+    breaks = folded(title, characters).count("\n")
+    while folded(title, characters - 1).count("\n") == breaks and characters > 2:
+        characters -= 1
+    return folded(title, characters)
 
 
 def folded(label: str, characters: int = BESIDE - 4) -> str:

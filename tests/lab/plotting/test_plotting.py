@@ -175,6 +175,19 @@ def test_points_may_lie_on_top_or_be_joined_and_a_map_has_no_numbers():
     assert axes.collections[0].get_alpha() < 0.5
 
 
+@pytest.mark.parametrize(
+    ("title", "lines"),
+    [
+        ("one two", ["one two"]),
+        ("aaa bbb ccc d", ["aaa bbb", "ccc d"]),
+        ("aaa bbbbbb", ["aaa", "bbbbbb"]),
+    ],
+)
+def test_lines_of_a_title_are_few_and_of_about_one_length(title, lines):
+    assert charts.balanced(title, 8).split("\n") == lines
+    assert charts.balanced(title, 11).count("\n") <= len(lines) - 1
+
+
 def test_a_price_is_filled_where_no_lower_loss_costs_as_little():
     loss = [1.0, 3.0, 3.1, 2.0, 1.1]
     step = [3.0, 1.0, 2.0, 2.0, 4.0]
