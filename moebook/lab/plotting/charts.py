@@ -116,6 +116,7 @@ def curves(
             axes.fill_between(positions, low, high, color=colour, alpha=0.18, lw=0)
         handles[entry] = line
     axes.set(xlabel=xlabel, ylabel=folded(ylabel), yscale=yscale)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     entitle(figure, title)
     if yscale == "log":
         logarithmic(axes.yaxis)
@@ -364,12 +365,14 @@ def leads(
     by: str,
     column: str = "correct",
     title: str = "",
+    names: Mapping[str, str] = {},
 ) -> Figure | None:
     """Draw how far one arm is ahead of another in points, by group ``by`` and pair.
 
     ``tables`` are evaluations by arm of the same items. Differences of a ``column`` are
     paired by item; intervals at 95 % cover the choice of items. The fewer of groups and
     pairs are panels. Pairs that did not run are left out; None where there is none.
+    ``names`` are what arms are called, if not by their own name.
     """
     rows = []
     for arm, other in pairs:
@@ -380,7 +383,7 @@ def leads(
             ends = interval(items.to_numpy(float)[None]) or (np.nan, np.nan)
             low, high = np.clip(ends, -100, 100)  # shares differ by no more
             sure = low * high > 0
-            pair = f"{arm} − {other}"
+            pair = f"{names.get(arm, arm)} − {names.get(other, other)}"
             rows.append([str(group), pair, "", items.mean(), low, high, sure])
     if not rows:
         return None
