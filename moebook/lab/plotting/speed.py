@@ -50,10 +50,10 @@ def _column(
     titles = []  # lines that hold a group's name
     for group, bars in groups:
         titles.append(len(labels))
-        labels.append(str(group))
+        labels.append(charts.spoken(group))
         for contender, value in zip(bars["contender"], bars["value"], strict=True):
             place = len(labels)
-            labels.append(f"{contender}  ")
+            labels.append(f"{charts.spoken(contender)}  ")
             slower = value >= 1
             colour = COLOURS[0] if slower else COLOURS[1]
             bar = axes.barh(place, value - 1, 0.75, left=1, color=colour)
