@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -82,9 +82,8 @@ def load_bank(settings: Settings, model: nn.Module, tokenizer: Any) -> dict[str,
 class Prepared:
     """What arms may see, by target."""
 
-    clean: Mapping[
-        str, Mapping[str, Lora]
-    ]  # the bank without LoRAs that saw the target's rows
+    # The bank without LoRAs that saw the target's rows.
+    clean: Mapping[str, Mapping[str, Lora]]
     cases: Mapping[str, Case]  # the shots, and what the bank makes of them
     chosen: Mapping[str, dict[str, Lora]]  # Rocket's experts
     parts: Mapping[str, tuning.Data]  # shots and chosen open rows, encoded
@@ -103,6 +102,7 @@ def prepare(
     main = rocket.Config.preset("fixed", **picked(settings, checks.SIZES))
     mixture = pipeline.Arm(config=main)
     pad_id = tokenizer.pad_token_id or 0
+    encode = partial(data.encode, tokenizer=tokenizer, max_length=LONGEST)
     clean = {
         target: rocket.bank.guarded(
             bank, pool.annotated[target] + pool.held_out[target], task=target
@@ -131,16 +131,11 @@ def prepare(
         rows = pipeline.rows(cases[target], mixture, pool.open, vectors)
         used = {row["prompt"] for row in rows}
         spare = [row for row in annotated if row["prompt"] not in used]
-        shots, near, last = (
-            data.encode(part, tokenizer, max_length=LONGEST)
-            for part in (
-                rows[: settings["shots"]],
-                rows[settings["shots"] :],
-                spare[-settings["valid_rows"] :],
-            )
+        shots = settings["shots"]
+        parts[target] = tuning.Data(
+            encode(rows[:shots]), encode(rows[shots:]), pad_id=pad_id
         )
-        parts[target] = tuning.Data(shots, near, pad_id=pad_id)
-        valid[target] = last
+        valid[target] = encode(spare[-settings["valid_rows"] :])
     return Prepared(clean, cases, chosen, parts, valid)
 
 
@@ -242,9 +237,8 @@ class Contest:
     prepared: Prepared
     shipped: table.Shipped
     oracle: Mapping[str, str]  # the LoRA that is best on the test rows, by target
-    whole: Mapping[
-        str, Lora
-    ]  # LoRAs of the targets' own training sets; empty without their arm
+    # LoRAs of the targets' own training sets; empty without their arm.
+    whole: Mapping[str, Lora]
 
     @property
     def groups(self) -> dict[str, dict[str, Mapping[str, Lora]]]:

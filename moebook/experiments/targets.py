@@ -230,15 +230,12 @@ class Targets:
     model: nn.Module
     tokenizer: Any
     bank: Mapping[str, Lora]
-    arms: Mapping[
-        str, Arm | None
-    ]  # that were asked for; None is one that chooses nothing
+    arms: Mapping[str, Arm | None]  # that were asked for; None chooses nothing
     pool: Pool
     vectors: np.ndarray  # embeddings of the open rows
     cases: Mapping[str, Case]  # the shots, and what the bank makes of them
-    clean: Mapping[
-        str, Mapping[str, Lora]
-    ]  # the bank without LoRAs that saw the target's rows
+    # The bank without LoRAs that saw the target's rows.
+    clean: Mapping[str, Mapping[str, Lora]]
     best: Mapping[str, str]  # the LoRA that is best on the test rows
 
     @property

@@ -33,9 +33,8 @@ class Config:
     experts: Count = 4  # N, LoRAs of a mixture
     top_k: Count = 2  # K of all of them
     shots: Count = 48  # K of Rocket's choice
-    threshold: Annotated[float, Field(gt=0, le=1)] = (
-        0.5  # p of ESFT on the models made sparse here
-    )
+    # p of ESFT on the models made sparse here.
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.5
 
 
 @dataclass(frozen=True)

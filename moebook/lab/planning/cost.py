@@ -132,9 +132,8 @@ class Plan:
 class Assumed:
     """What no configuration tells."""
 
-    efficiency: Annotated[float, Field(gt=0, le=1)] = (
-        EFFICIENCY  # share of the roofline's rate
-    )
+    # Share of the roofline's rate.
+    efficiency: Annotated[float, Field(gt=0, le=1)] = EFFICIENCY
     # Dollars an hour for one GPU, by default that of `GPUS`.
     price: Positive | None = None
     tokens: Count | None = None  # the mean of a row, by default its most

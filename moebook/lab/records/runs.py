@@ -53,10 +53,8 @@ COLUMNS = pa.schema(
         ("name", pa.string()),
         ("unit", pa.string()),
         ("value", pa.float64()),  # null for a curve
-        (
-            "items",
-            pa.list_(pa.float64()),
-        ),  # of a value, per test row; of a curve, its heights
+        # Of a value, per test row; of a curve, its heights.
+        ("items", pa.list_(pa.float64())),
         ("x", pa.list_(pa.float64())),  # of a curve, its positions
     ]
 )

@@ -507,9 +507,8 @@ def kernel(folder: Path, directory: Path, resume: Path) -> Iterator[Kernel]:
     environment = publish.environment() | {
         runtime.QUIET: "1",
         runtime.RESUME: str(resume),
-        "IPYTHONDIR": str(
-            directory / "ipython"
-        ),  # not the user's, be it there or writable or not
+        # Not the user's, be it there or writable or not.
+        "IPYTHONDIR": str(directory / "ipython"),
     }
     options = [
         "--HistoryManager.hist_file=:memory:",

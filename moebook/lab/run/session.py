@@ -304,10 +304,8 @@ def begin(cells: Sequence[str], names: MutableMapping[str, Any]) -> Run:
     witness.note()
     _after_each_cell(witness)
     _show_tables()
-    drawing = sys.modules.get(
-        "moebook.lab.plotting"
-    )  # if the first cell has imported it
-    if drawing:
+    drawing = sys.modules.get("moebook.lab.plotting")
+    if drawing:  # the first cell has imported it
         drawing.style()
     # transformers' Trainer looks for garbage after each fit; it need not among the imports.
     gc.freeze()

@@ -74,9 +74,8 @@ def _finding(path: Path, faults: list[str], folder: Path) -> Finding:
             since = records.since(run, folder)
             return Finding(place, failures, f"values and page agree; {since}")
         if path.parent.name == "banks":
-            from moebook.models import (
-                checkpoint,
-            )  # with torch, which nothing else here needs
+            # With torch, which nothing else here needs.
+            from moebook.models import checkpoint
 
             seals = [checkpoint.verify(lora) for lora in own(path)]
             return Finding(

@@ -114,9 +114,8 @@ def prototypes(
             )
         if not (down.isfinite().all() and up.isfinite().all()):
             refuse("E-NONFINITE", f"prototypes, {path}: factors hold NaN or infinity")
-        q, t = torch.linalg.qr(
-            down.detach().double().mT
-        )  # A' = Q T: [N, D, R], [N, R, R]
+        # A' = Q T: [N, D, R], [N, R, R].
+        q, t = torch.linalg.qr(down.detach().double().mT)
         s = torch.linalg.qr(up.detach().double()).R  # B = P S
         _, values, right = torch.linalg.svd(s @ t.mT)
         largest = zip(names, values[:, 0], strict=True)

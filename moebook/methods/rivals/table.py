@@ -82,11 +82,7 @@ def arms(
     ``top_k`` is Rocket's LoRAs a token.
     """
     natural("arms", "top_k", top_k, experts, "experts")
-    weighted = (
-        "smear",
-        "poly",
-        "pi_tuning",
-    )  # whose mixing weights have a rate of their own
+    weighted = ("smear", "poly", "pi_tuning")  # mixing weights have a rate of their own
     changes: dict[str, dict[str, Any]] = {name: {"rate": rate} for name in weighted}
     changes["arrow"] = {"top_k": min(4, size)}
     changes["lorahub"] = {"budget": searches}

@@ -56,9 +56,8 @@ class Config(Presets):
     gamma: Bandwidth = 2.0  # bandwidth of Eq. 17
     components: Count = 2
     gate_input: Literal["layer", "expert"] = "layer"
-    lora_scale: Literal["applied", "omitted"] = (
-        "applied"  # alpha / r (released: omitted)
-    )
+    # alpha / r (released: omitted).
+    lora_scale: Literal["applied", "omitted"] = "applied"
     lora_dropout: Share = 0.05  # before the experts, in training (0.05 as released)
 
     def __post_init__(self) -> None:

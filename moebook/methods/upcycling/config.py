@@ -32,15 +32,13 @@ class Config:
     experts: Size = 4  # E, copies of the FFN per layer (2 or 4 in the paper)
     top_k: Size = 1  # K, experts per token
     combine: Rule = "probability"
-    noise: Annotated[float, Field(ge=0, le=1000)] = (
-        0.0  # deviation, as a share of the weights'
-    )
+    # Deviation, as a share of the weights'.
+    noise: Annotated[float, Field(ge=0, le=1000)] = 0.0
     layers: (
         Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None
     ) = None
-    balance_weight: Annotated[float, Field(ge=0)] = (
-        0.01  # alpha of Eq. 3, not given; Switch's
-    )
+    # alpha of Eq. 3, not given; Switch's.
+    balance_weight: Annotated[float, Field(ge=0)] = 0.01
     seed: Seed = 0  # of the noise, and of routers without a start
 
     LETTERS: ClassVar = {
