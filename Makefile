@@ -5,9 +5,11 @@ PORT   ?= 8000
 ARGS   ?=
 DEVICE ?= cuda
 MINUTES ?= 9
-# All tests run in a worker more than there are cores (tests/conftest.py; each holds torch, hence a limit),
-# some of them in one process.
-WORKERS := $(if $(ARGS),,-n logical --maxprocesses 8 --dist worksteal)
+# All tests run in a worker a core, some of them in one process. Each worker takes twelve seconds to import
+# and to collect, and holds torch, hence a limit. Slow tests wait for processes: they get a worker more.
+SPREAD  := --dist worksteal --maxprocesses
+WORKERS := $(if $(ARGS),,-n logical $(SPREAD) 8)
+SLOW    := $(if $(ARGS),,-n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2) $(SPREAD) 8)
 
 LOCKS   := requirements.lock requirements.nodeps.lock requirements.hashes.lock pyproject.toml
 STAMP   := .venv/installed-$(shell cat $(LOCKS) | cksum | tr -d ' ')
@@ -32,7 +34,7 @@ test: $(STAMP) ## Run the tests, without a network (ARGS="tests/nn -k router" fo
 
 soak: $(STAMP) ## Run the slow tests: clusters that lose nodes, kills, every GPU step on a CPU
 	@echo "soak: running what is slow by nature, with the network cut off"
-	@$(OFFLINE) .venv/bin/python -m pytest -m soak $(WORKERS) $(ARGS)
+	@$(OFFLINE) .venv/bin/python -m pytest -m soak $(SLOW) $(ARGS)
 
 # Without $(STAMP): a machine with a GPU may have a torch of its own, and no way to install.
 gpu: ## Run for MINUTES=9 what needs a GPU and has not run (ARGS=--list tells; DEVICE=cpu tries it)

@@ -51,22 +51,12 @@ def cut_the_network(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(cut_the_network)
 
 
-# What takes longest or waits for processes, in this order, as each of three workers begins with it.
-# The tests of a line share something: a warm process, a study, the ledger, the rendered book.
+# What takes longest or waits for processes, in this order, as each of two workers begins with it.
+# Neighbours share something: a warm process, a study, the ledger, the rendered book.
 FIRST = (
-    "its_values_are_in_the_page findings_are_drawn killed_runs test_sharding".split(),
-    "test_study.py test_stranger test_bounds test_intervals.py test_prose test_findings.py".split(),
-    "test_book.py killed_build test_own_pages compile_and_fit shipped_bases".split(),
+    "its_values_are_in_the_page findings_are_drawn killed_runs test_sharding test_study.py".split(),
+    "test_book.py killed_build test_own_pages compile_and_fit test_stranger test_bounds".split(),
 )
-
-
-def pytest_xdist_auto_num_workers() -> int:
-    """Count a worker more than there are cores: some of them wait for processes."""
-    return (
-        len(os.sched_getaffinity(0)) + 1
-        if sys.platform == "linux"
-        else os.cpu_count() or 1
-    )
 
 
 @pytest.hookimpl(trylast=True)  # when those that are not asked for have gone

@@ -19,18 +19,32 @@ class Ended(NamedTuple):
     stderr: str
 
 
-def forked(program: Callable[[], None]) -> Ended:
-    """Call a program in a fork that has none of our modules; return how it ended."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        pid = os.fork()
-        if not pid:
-            os.dup2(out.fileno(), 1)
-            os.dup2(errors.fileno(), 2)
+class Begun:
+    """A program in a fork that has none of our modules."""
+
+    def __init__(self, program: Callable[[], None]) -> None:
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.pid = os.fork()
+        if not self.pid:
+            os.dup2(self._output.fileno(), 1)
+            os.dup2(self._errors.fileno(), 2)
             become(program)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        out.seek(0)
-        errors.seek(0)
-        return Ended(status, out.read(), errors.read())
+
+    def ended(self) -> Ended:
+        """Wait for its end; return how it ended."""
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        told = []
+        for file in (self._output, self._errors):
+            with file:
+                file.seek(0)
+                told.append(file.read())
+        return Ended(status, *told)
+
+
+def forked(program: Callable[[], None]) -> Ended:
+    """Call a program in a fork; return how it ended."""
+    return Begun(program).ended()
 
 
 def become(program: Callable[[], None]) -> None:
@@ -44,6 +58,8 @@ def become(program: Callable[[], None]) -> None:
                 del sys.modules[name]
         program()
         code = 0
+    except SystemExit as left:
+        code = left.code
     except BaseException:
         traceback.print_exc()
     finally:

@@ -8,6 +8,10 @@ import re
 import shlex
 import shutil
 import subprocess
+import threading
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 FLAGS = (
@@ -24,8 +28,35 @@ def installed():
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
+class Kept(SimpleHTTPRequestHandler):
+    """Sends files in silence, which the browser may keep: a script is compiled once."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def end_headers(self):
+        self.send_header("Cache-Control", "max-age=3600")
+        super().end_headers()
+
+
+@contextmanager
+def served(folder):
+    """Serve a folder on this machine; yield its address."""
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Kept, directory=folder)
+    ) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
 class Chromium:
-    """One browser with one page; `requests` and `errors` keep what it asks for and throws."""
+    """A browser that shows one page; `requests` and `errors` keep what it asks for and throws."""
 
     def __init__(self, executable, profile):
         their_in, our_out = os.pipe()
@@ -47,9 +78,21 @@ class Chromium:
         self._loaded = False
         self.requests = []
         self.errors = []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._target = ""
+        self.fresh()
+
+    def fresh(self):
+        """Show an empty page of its own instead of the last one."""
+        last, self._session = self._target, ""
+        self._target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        if last:
+            self.call("Target.closeTarget", targetId=last)
+        attached = self.call(
+            "Target.attachToTarget", targetId=self._target, flatten=True
+        )
         self._session = attached["sessionId"]
+        self.requests.clear()
+        self.errors.clear()
         for domain in ("Page", "Network", "Runtime"):
             self.call(f"{domain}.enable")
 
@@ -118,7 +161,7 @@ class Chromium:
         """End the browser."""
         self._commands.close()
         self._replies.close()
-        self._process.terminate()
+        self._process.kill()  # asked to end it would write its profile
         self._process.wait(timeout=10)
 
     def _receive(self):

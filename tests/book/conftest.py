@@ -9,15 +9,22 @@ from moebook.lab.pages.generated import RENDERER
 from moebook.lab.run import publish, warm
 
 
-@pytest.fixture
-def browser(tmp_path):
-    """A fresh headless Chromium; the test is skipped where there is none."""
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory):
+    """A headless Chromium; the test is skipped where there is none."""
     executable = installed()
     if executable is None:
         pytest.skip("no Chromium on this machine; install the package chromium")
-    chromium = Chromium(executable, tmp_path)
+    chromium = Chromium(executable, tmp_path_factory.mktemp("chromium"))
     yield chromium
     chromium.close()
+
+
+@pytest.fixture
+def browser(chromium):
+    """A page of its own in the browser of all tests."""
+    chromium.fresh()
+    return chromium
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +35,7 @@ def place(tmp_path_factory):
         yield place
 
 
-PAGES = 30
+PAGES = 12
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_each_call_goes_on_where_the_last_stopped_and_says_what_ran(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(gpu.MODULES, "toy", "toy")
     monkeypatch.setattr(gpu, "LEAST", 0)
-    call = ["--device", "cpu", "--minutes", "0.45"]
+    call = ["--device", "cpu", "--minutes", "0.39"]
     told = {}
     for ran, exits in ((["bad", "well", "slow"], [1, 0, None]), (second, [1, 0, 0])):
         assert gpu.main(call) == 1

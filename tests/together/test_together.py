@@ -34,7 +34,7 @@ def setups():
 
     def make(base):
         model, tokenizer = models.load(base)
-        rows = {name: data.tasks.rows(name, "train", 40) for name in TASKS}
+        rows = {name: data.tasks.rows(name, "train", 20) for name in TASKS}
         sizes = together.Config(parameters=BUDGETS[base], shots=6)
         recipe = {"batch": 4, "schedule": "constant", "clip": 1.0}
         return together.Setup(model, tokenizer, rows, sizes, recipe=recipe)
@@ -146,7 +146,7 @@ def test_stages_share_one_budget(dense, monkeypatch, name, kind):
     monkeypatch.setattr(crafts, "chosen_loras", lambda *_: (picked, shots))
     order = dense.batches(dense.encoded)
     price = budget.price(kind, deepcopy(dense.base), order, None)
-    costs = [price(step) for step in range(16)]
+    costs = [price(step) for step in range(6)]
     done = train(dense, arm, lr=1e-3, amount=sum(costs), kind=kind)
     assert abs(done.spent - sum(costs)) <= max(costs)
     assert len(done.histories) == 1 + bool(arm.later)

@@ -1,13 +1,14 @@
 """`moebook doctor` names what a machine lacks, and how to mend it."""
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import namedtuple
+from importlib import import_module
 
 import numpy as np
 import psutil
@@ -17,6 +18,7 @@ from moebook import cli, storage
 from moebook.errors import refuse
 from moebook.evaluation import sandbox
 from moebook.lab.run import doctor
+from tests.forked import Begun
 
 Free = namedtuple("Free", "free available")
 
@@ -157,21 +159,19 @@ def test_windows_line_ends_in_the_package_are_counted(healthy, tmp_path):
 
 def test_ctrl_c_ends_it_in_one_line(tmp_path):
     started = tmp_path / "started"
-    # A shell starts background jobs with SIGINT ignored, and children inherit that.
-    code = f"""
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from moebook import cli
-from moebook.lab.run import doctor
-doctor.SMOKE = "import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(60)"
-sys.exit(cli.main(["doctor"]))"""
-    reading = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, **reading)
-    while not started.exists() and process.poll() is None:
+
+    def program():
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        cli = import_module("moebook.cli")
+        lengthy = f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(60)"
+        import_module("moebook.lab.run.doctor").SMOKE = lengthy
+        os.chdir(tmp_path)
+        sys.exit(cli.main(["doctor"]))
+
+    begun = Begun(program)
+    while not started.exists():
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert (process.returncode, told) == (
-        130,
-        "interrupted; nothing half-written was left\n",
-    )
+    os.kill(begun.pid, signal.SIGINT)
+    code, _, told = begun.ended()
+    assert (code, told) == (130, "interrupted; nothing half-written was left\n")

@@ -47,9 +47,9 @@ def run(recipes, forks):
 # Parts that a notebook repeats for each arm, target or op: here some of them. All run in
 # `make book TIER=smoke`, some arms alone each day in `make soak`, each op in test_bench.py.
 FEWER = {
-    "router_init": {"arms": "dense,trsu,crsu"},
+    "router_init": {"arms": "dense,trsu"},
     "rocket": {"targets": "kinship_told", "rates": "0.01"},
-    "esft": {"arms": "fft,lora,gate"},
+    "esft": {"arms": "fft,lora,gate", "tasks": "isa"},
     "kernels": {"ops": "route,adapters,nearest"},
     "rivals": {"arms": "random,smear,lorahub,rocket", "targets": "kinship_told"},
     "banks": {"draws": "1"},

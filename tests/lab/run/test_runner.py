@@ -222,7 +222,7 @@ def test_other_words_remarks_and_captions_are_put_into_the_copy_and_nothing_runs
             "memory",
             r"E-MEMORY: cell In \[7\] of .*: memory ran out \(MemoryError\); close ",
         ),
-        ("slow", r"E-TIMEOUT: cell In \[7\] .* longer than 8 seconds"),
+        ("slow", r"E-TIMEOUT: cell In \[7\] .* longer than 5 seconds"),
         ("secret", r"E-SECRET: In \[7\] shows a Hugging Face token"),
     ],
 )
@@ -232,7 +232,7 @@ def test_a_failed_run_leaves_a_copy_aside(
     before = _files(project / "runs" / "mine")
     monkeypatch.setenv("HOME", "/nonexistent")  # of which IPython would complain
     monkeypatch.setenv("PYTHONPATH", light)
-    monkeypatch.setitem(runner.CELL_SECONDS, "smoke", 8)
+    monkeypatch.setitem(runner.CELL_SECONDS, "smoke", 5)
     refusal = refused(
         message, run_notebook, "toy", "smoke", {"fate": fate}, folder=project
     )
