@@ -13,7 +13,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from papermill.translators import PythonTranslator
 
 from moebook import storage
-from moebook.lab.run import session, sources
+from moebook.lab.run import pace, session, sources
 from moebook.lab.run.session import NOTE
 
 REPOSITORY = Path(storage.__file__).parents[2]
@@ -164,6 +164,7 @@ def here(recipes, monkeypatch):
     """Run all cells in this process, which has imported all libraries already."""
     left = []
     monkeypatch.setattr(session, "_leave", lambda _, bundle: left.append(bundle))
+    monkeypatch.setattr(pace, "pace", lambda: 200.0)  # which takes a second
     monkeypatch.chdir(recipes)
 
     def run(name, settings):
