@@ -1,8 +1,9 @@
 """How long the commands of the README take: ``python -m workshop.times`` in a checkout.
 
-It runs them in fresh clones, one after the other, and writes ``results/times.json``, which README,
-pages and notebooks (`moebook.lab.run.pace`) read. Name some of them to measure those alone:
-``book``, ``smoke``, ``test``, ``soak``. Nothing else may run meanwhile; clones take our ``.venv``.
+It runs each three times in fresh clones, one after the other, and writes the medians to
+``results/times.json``, which README, pages and notebooks (`moebook.lab.run.pace`) read. Name some
+of them to measure those alone: ``book``, ``smoke``, ``test``, ``soak``. Nothing else may run
+meanwhile; clones take our ``.venv``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from moebook.lab import records
 from moebook.lab.run import children, pace
 
 TIERS = {"book": "cpu", "smoke": "smoke"}  # at which a command executes the notebooks
+RUNS = 3  # of each command, whose medians are kept
 QUIET = 0.3  # mean number of other programs at work from which nothing is measured
 
 
@@ -75,15 +78,16 @@ def main(names: list[str], folder: Path) -> Path:
     }
     told["pace"] = measured_pace(folder)
     for name in names:
-        found = measure(name, folder)
-        taken = found.pop("notebooks")
+        runs = [measure(name, folder) for _ in range(RUNS)]
         if name in TIERS:
-            told["notebooks"][TIERS[name]] = taken
-        found |= {
+            told["notebooks"][TIERS[name]] = runs[-1]["notebooks"]
+        told["commands"][name] = {
+            "wall": statistics.median(run["wall"] for run in runs),
+            "cpu": statistics.median(run["cpu"] for run in runs),
+            "walls": [run["wall"] for run in runs],
             "date": datetime.now(UTC).date().isoformat(),
             "commit": storage.commit(folder),
         }
-        told["commands"][name] = found
         storage.write(path, json.dumps(told, indent=1) + "\n")
     return path
 
