@@ -214,6 +214,7 @@ def test_the_chance_to_see_an_effect_is_the_power_of_students_test_and_rises_wit
 
 def test_every_committed_run_is_small_and_sealed_as_it_was():
     assert store.unsealed(ROOT) == {}
-    assert [finding.failures for finding in verify("banks", ROOT)] == [()]
+    # Of the pool, and of the run on the page where a book was made here.
+    assert {finding.failures for finding in verify("banks", ROOT)} == {()}
     sizes = [path.stat().st_size for path in (ROOT / "results").rglob("*.parquet")]
     assert max(sizes) < 500_000
