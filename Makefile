@@ -17,8 +17,6 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 PIP     := .venv/bin/python -m pip install -q --disable-pip-version-check
 # Threads of torch that wait for work sleep instead of taking a core from one another.
 export GOMP_SPINCOUNT = 0
-# Compiled modules are kept: pytest rewrites the assertions of all tests, and would do so at every run.
-unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help book test soak gpu lab pdf pack serve lint clean

@@ -289,11 +289,22 @@ WITHOUT_A_TEXT = (
 )
 
 
+def one_of_a_kind(pages):
+    """Leave out pages that are made as another one is."""
+    kinds = {}
+    for page in sorted(pages):
+        alike = re.search("^reference_|_map$|_switches$|_exercises$", page.stem)
+        kinds.setdefault(alike[0] if alike else page.stem, page)
+    return list(kinds.values())
+
+
 @pytest.mark.browser
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen(
-    site, browser
+    site, browser, every
 ):
     pages = [page for page in site.rglob("*.html") if "_static" not in page.parts]
+    pages = pages if every else one_of_a_kind(pages)
     formulas = 0
     browser.resize(400, 800)
     # The theme's icons, half of a page's scripts, are not looked at here.

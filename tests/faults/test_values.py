@@ -40,7 +40,7 @@ CHECKED = {
 """Every settings class, record and checked function of the package: its place to its kind."""
 
 
-EXAMPLES = 30  # of each class and function
+EXAMPLES = 20  # of each class and function
 
 
 class Nested(list):

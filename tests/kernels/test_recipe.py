@@ -142,7 +142,7 @@ MULTIPLYING = (*NEAR, "bank_scoring", "nearest_rows", "duplicates")
 
 OF_16_BITS = ("even", "fetched", "apart", "many rows")
 """Kinds that `make test` interprets in float16 alone."""
-OF_32_BITS = ("idle", "one row", "no row", "one expert", "apart, ragged")
+OF_32_BITS = ("idle", "one row", "no row", "one expert", "ragged", "apart, ragged")
 """Kinds that it interprets in float32 alone; the others in both, `make soak` all of them."""
 KERNELS = [
     (op, kind, dtype)

@@ -25,7 +25,18 @@ from tests.refusals import refused
 TASKS = ("gcd", "python_eval", "isa", "kinship", "equations", "intent_json")
 DENSE, SPARSE = (arms(sparse=sparse) for sparse in (False, True))
 EVERY = [*(("nano", name) for name in DENSE), *(("nano-moe", name) for name in SPARSE)]
+# Arms made of what other arms are made of as well.
+ALIKE = ["trsu", "crsu", "pesc_crsu", "pesc_rocket", "token", "random_gate"]
 BUDGETS = {"nano": 158_000, "nano-moe": 397_000}  # the notebook's
+
+
+def once(cases, alike):
+    """Cases as parameters; an arm that is like another one runs in `make soak`."""
+    params = []
+    for case in cases:
+        marks = [pytest.mark.soak] if case[-1] in alike else []
+        params.append(pytest.param(*case, marks=marks))
+    return params
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +87,7 @@ def logits(model, setup):
         return model.eval()(input_ids=ids).logits
 
 
-@pytest.mark.parametrize(("base", "name"), EVERY)
+@pytest.mark.parametrize(("base", "name"), once(EVERY, ALIKE))
 def test_an_arm_trains_what_the_budget_says_and_starts_as_the_base(setups, base, name):
     setup = setups[base]
     arm = (DENSE if base == "nano" else SPARSE)[name]
@@ -137,7 +148,11 @@ def test_the_nearest_number_of_steps_is_bought(amount, steps):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("pesc_esft", "flops"), ("rocket", "tokens"), ("rocket", "flops")],
+    [
+        ("pesc_esft", "flops"),
+        ("rocket", "tokens"),
+        pytest.param("rocket", "flops", marks=pytest.mark.soak),
+    ],
 )
 def test_stages_share_one_budget(dense, monkeypatch, name, kind):
     arm = DENSE[name]
@@ -167,7 +182,11 @@ def states(dense):
 
 
 @pytest.mark.parametrize(
-    "name", ["su", "trsu", "crsu", "esft", "pesc_trsu", "pesc_crsu"]
+    "name",
+    once(
+        [("su",), ("trsu",), ("crsu",), ("esft",), ("pesc_trsu",), ("pesc_crsu",)],
+        alike=["crsu", "pesc_trsu"],
+    ),
 )
 def test_an_arms_routers_start_as_its_name_says_but_for_their_length(
     dense, states, name

@@ -27,10 +27,11 @@ def values(name, protocol="paper", **changes):
         ("router_init", "crsu", "gradient checkpointing"),
         ("rocket", "mixture", ""),
         ("rivals", "rocket", ""),
-        (
+        pytest.param(
             "esft",
             "fft",
             "gradient checkpointing + micro-batches of 1 + FSDP2 over 8 GPUs",
+            marks=pytest.mark.soak,
         ),
         ("together", "pesc", "gradient checkpointing"),
     ],

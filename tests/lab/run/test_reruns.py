@@ -90,16 +90,21 @@ SHARE = 20  # of all cases one in so many is in a run of `make soak`; MOEBOOK_FA
 TODAY = random.Random(f"{date.today()}")
 
 
-def drawn(cases):
-    """Keep one of the cases, and of the others some for `make soak`: others each day."""
+TURN = TODAY.choice(["arms", "own files", "strangers", "drawn"])
+"""The kind of rerun of which `make test` has a case today."""
+
+
+def drawn(kind, cases):
+    """Keep some of the cases for `make soak`, others each day, and one for `make test`."""
     cases = list(cases)
     TODAY.shuffle(cases)
     if os.environ.get("MOEBOOK_FAULTS", "1") == "1":
         cases = cases[: 1 + len(cases) // SHARE]
-    return [
-        pytest.param(case, id=str(case), marks=[pytest.mark.soak] if place else [])
-        for place, case in enumerate(cases)
-    ]
+    params = []
+    for place, case in enumerate(cases):
+        marks = [] if kind == TURN and place == 0 else [pytest.mark.soak]
+        params.append(pytest.param(case, id=str(case), marks=marks))
+    return params
 
 
 @pytest.fixture
@@ -159,13 +164,13 @@ def own_files(tmp_path):
     return files
 
 
-@pytest.mark.parametrize("case", drawn(RERUNS))
+@pytest.mark.parametrize("case", drawn("arms", RERUNS))
 def test_an_arm_alone_two_arms_and_one_task_run(case, rerun):
     name, changed = case
     assert rerun(name, changed) is None
 
 
-@pytest.mark.parametrize("case", drawn(OWN.items()))
+@pytest.mark.parametrize("case", drawn("own files", OWN.items()))
 def test_tasks_of_a_users_own_files_run(case, rerun, own_files):
     name, changed = case
     placed = {}
@@ -178,7 +183,7 @@ def test_tasks_of_a_users_own_files_run(case, rerun, own_files):
     assert rerun(name, placed | rates) is None
 
 
-@pytest.mark.parametrize("case", drawn(STRANGERS.items()))
+@pytest.mark.parametrize("case", drawn("strangers", STRANGERS.items()))
 def test_a_strangers_model_loras_and_rows_run(case, rerun, strangers):
     name, changed = case
     places = {
@@ -192,7 +197,7 @@ def test_a_strangers_model_loras_and_rows_run(case, rerun, strangers):
     assert rerun(name, changed | places | bank) is None
 
 
-@pytest.mark.parametrize("number", drawn(range(DRAWS)))
+@pytest.mark.parametrize("number", drawn("drawn", range(DRAWS)))
 def test_drawn_parameters_run_or_are_refused_before_any_work(number, rerun):
     name = draws.NOTEBOOKS[number % len(draws.NOTEBOOKS)]
     try:
@@ -204,7 +209,7 @@ def test_drawn_parameters_run_or_are_refused_before_any_work(number, rerun):
     assert refusal is None or refusal.code
 
 
-@pytest.mark.parametrize("idle", drawn(IDLE)[1:])
+@pytest.mark.parametrize("idle", drawn("idle", IDLE))
 def test_what_is_said_to_do_nothing_changes_no_value(idle, here):
     name, settings, _, changed = idle
 
