@@ -51,11 +51,11 @@ def cut_the_network(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(cut_the_network)
 
 
-# What takes longest or waits for processes, in this order, as each of two workers begins with it.
-# Neighbours share something: a warm process, a study, the ledger, the rendered book.
+# What takes longest or waits for processes: the first worker begins with one list, the second with
+# the other. Neighbours share something: a warm process, a study, the rendered book, the ledger.
 FIRST = (
-    "its_values_are_in_the_page findings_are_drawn killed_runs test_sharding test_study.py".split(),
-    "test_book.py killed_build test_own_pages compile_and_fit test_stranger test_bounds".split(),
+    "its_values_are_in_the_page findings_are_drawn killed_runs test_sharding test_study.py",
+    "test_book.py killed_build test_own_pages compile_and_fit test_stranger test_editions",
 )
 
 
@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rest = list(items)
     for names in FIRST:
         chains.append([])
-        for name in names:
+        for name in names.split():
             chains[-1] += [item for item in rest if name in item.nodeid]
             rest = [item for item in rest if name not in item.nodeid]
     # xdist deals the tests out in equal parts; who has none left takes them from another's end.

@@ -69,7 +69,8 @@ def test_both_editions_are_written_as_valid_notebooks_and_equal_at_every_build(
     assert {path: path.read_bytes() for path in editions.write(tmp_path)} == first
 
 
-def test_the_readme_says_what_the_committed_runs_found():
+def test_the_readme_says_what_the_committed_runs_found(ledger, monkeypatch):
+    monkeypatch.setattr(readme.verdicts, "ledger", lambda *_, **__: ledger)
     text = (editions.BOOK.parent / "README.md").read_text("utf-8")
     assert readme.renewed(text, editions.BOOK.parent) == text
     assert text.count("\n| [") == 4, "a row a paper"

@@ -22,7 +22,7 @@ from kinds import KINDS, Kind
 
 from moebook.errors import Refusal
 
-MUTATIONS = 20  # of each kind
+MUTATIONS = 12  # of each kind
 LIMIT = 10  # seconds, after which a read hangs
 ROOM = 4 * 2**30  # bytes that a read may take beside what is taken already
 DEEP = 10_000

@@ -148,9 +148,9 @@ def steps(folder):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((2, True), (1, True)),
+        pytest.param((2, True), (1, True), marks=pytest.mark.soak),
+        pytest.param((2, True), (1, False), marks=pytest.mark.soak),
         ((1, True), (3, True)),  # the third holds no part of two experts
-        ((2, True), (1, False)),
         ((1, False), (2, True)),  # the one without FSDP2
     ],
 )

@@ -346,10 +346,10 @@ def test_a_configuration_of_another_version_is_refused_with_both(
 @pytest.mark.parametrize(
     ("host", "method"),
     [
-        ("nano", methods.full()),
+        pytest.param("nano", methods.full(), marks=pytest.mark.soak),
         ("nano", methods.pesc(LORA())),
         ("nano", arm("upcycled")),
-        ("nano-moe", methods.lora(2, 1.0)),
+        pytest.param("nano-moe", methods.lora(2, 1.0), marks=pytest.mark.soak),
         ("nano-moe", methods.esft(0.1)),
     ],
 )

@@ -47,11 +47,17 @@ def run(recipes, forks):
 # Parts that a notebook repeats for each arm, target or op: here some of them. All run in
 # `make book TIER=smoke`, some arms alone each day in `make soak`, each op in test_bench.py.
 FEWER = {
+    "pesc": {"arms": "sparse"},
     "router_init": {"arms": "dense,trsu"},
-    "rocket": {"targets": "kinship_told", "rates": "0.01"},
-    "esft": {"arms": "fft,lora,gate", "tasks": "isa"},
-    "kernels": {"ops": "route,adapters,nearest"},
-    "rivals": {"arms": "random,smear,lorahub,rocket", "targets": "kinship_told"},
+    "rocket": {
+        "arms": "mixture,random_lora",
+        "targets": "kinship_told",
+        "rates": "0.01",
+    },
+    "esft": {"arms": "fft,gate", "tasks": "isa"},
+    "kernels": {"ops": "route,adapters"},
+    "rivals": {"arms": "smear,lorahub,rocket", "targets": "kinship_told"},
+    "together": {"arms": "pesc,lora"},
     "banks": {"draws": "1"},
 }
 
