@@ -5,11 +5,12 @@ PORT   ?= 8000
 ARGS   ?=
 DEVICE ?= cuda
 MINUTES ?= 9
-# All tests run in a worker a core, some of them in one process. Each worker takes twelve seconds to import
-# and to collect, and holds torch, hence a limit. Slow tests wait for processes: they get a worker more.
-SPREAD  := --dist worksteal --maxprocesses
-WORKERS := $(if $(ARGS),,-n logical $(SPREAD) 8)
-SLOW    := $(if $(ARGS),,-n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2) $(SPREAD) 8)
+# All tests run in a worker more than there are cores, since some wait for processes, and slow ones in two
+# more; some of them in one process. A worker holds torch, hence a limit.
+CORES   := $(shell getconf _NPROCESSORS_ONLN)
+SPREAD  := --dist worksteal --maxprocesses 8
+WORKERS := $(if $(ARGS),,-n $(shell expr $(CORES) + 1) $(SPREAD))
+SLOW    := $(if $(ARGS),,-n $(shell expr $(CORES) + 2) $(SPREAD))
 
 LOCKS   := requirements.lock requirements.nodeps.lock requirements.hashes.lock pyproject.toml
 STAMP   := .venv/installed-$(shell cat $(LOCKS) | cksum | tr -d ' ')
