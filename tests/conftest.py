@@ -24,6 +24,7 @@ os.environ |= {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "MOEBOOK_QUIET": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",  # of the copies of the package that tests make
 }
 # One thread: results repeat bit for bit at a fixed count, and tiny models are faster so.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
