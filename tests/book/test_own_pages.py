@@ -78,6 +78,7 @@ def test_every_refusal_that_a_page_names_is_one_of_the_package():
         assert named and named <= known, page
 
 
+@pytest.mark.soak  # each page, each import and each refusal alone has a test of its own
 def test_every_page_runs_with_the_core_alone(tmp_path):
     """In a process where every package that only an extra asks for is absent."""
     own.make(tmp_path)
