@@ -73,6 +73,11 @@ def commit(known: Mapping[str, Any] | None) -> str:
     )
 
 
+def anchor(pool: Pool) -> str:
+    """Name the row of a pool in the list of recorded runs, for links to it."""
+    return re.sub(r"\W+", "-", f"runs-{pool.notebook}-{pool.protocol}")
+
+
 def bound(claim: Claim) -> str:
     """Say which number is subtracted from a claim's quantity, if any, and for whom it must fail."""
     number = isinstance(claim.reference, (int, float)) and claim.reference
@@ -159,6 +164,7 @@ def counted(things: Iterable[Any], paper: str, label: str) -> dict[str, Counter[
 
 for thing in (
     amount,
+    anchor,
     bound,
     commit,
     compared,
