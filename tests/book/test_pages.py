@@ -375,7 +375,7 @@ def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(p
     assert "full-size runs show: [the findings](01_pesc_findings.ipynb)" in live
     (project / "notebooks" / "01_pesc_findings.ipynb").unlink()
     live = pages.badge(_ran(3, "smoke"), project)
-    assert "full-size runs show: [the records](../records.md)" in live
+    assert "full-size runs show: [the ledger](../ledger.md)" in live
     assert "Full-size runs" not in pages.badge(
         replace(_ran(0), notebook="esft"), project
     )

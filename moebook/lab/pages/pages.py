@@ -491,7 +491,7 @@ def badge(run: Run, folder: Path) -> str:
     }
     pages = sorted((folder / "notebooks").glob(f"*_{run.notebook}_findings.ipynb"))
     where = (
-        f"[the findings]({pages[0].name})" if pages else "[the records](../records.md)"
+        f"[the findings]({pages[0].name})" if pages else "[the ledger](../ledger.md)"
     )
     pools = store.pools(run.notebook, folder, read=records.runs.read_head)
     reference = REFERENCE.get(run.notebook, "")
