@@ -307,7 +307,7 @@ def two_groups(size=20):
 def test_distant_groups_stay_apart_and_the_layout_repeats(
     method, compiled, monkeypatch
 ):
-    # Compiling UMAP takes up to 50 s, and its plain Python 2 s a layout of 20 points.
+    # Compiling UMAP takes up to 50 s; its plain Python lays out 20 points sooner.
     if not compiled:
         monkeypatch.setattr("numba.config.DISABLE_JIT", True)
     points = two_groups(10)

@@ -161,7 +161,7 @@ class Chromium:
         """End the browser."""
         self._commands.close()
         self._replies.close()
-        self._process.kill()  # asked to end it would write its profile
+        self._process.kill()  # asked to end, it takes seconds
         self._process.wait(timeout=10)
 
     def _receive(self):

@@ -307,7 +307,7 @@ def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen
     pages = pages if every else one_of_a_kind(pages)
     formulas = 0
     browser.resize(400, 800)
-    # The theme's icons, half of a page's scripts, are not looked at here.
+    # The theme's icons, whose script is its largest, are not looked at here.
     browser.call("Network.setBlockedURLs", urls=["*/fontawesome.js*"])
     with served(site) as address:
         for page in pages:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from moebook import experiments, lists, together
 from moebook.data import tasks
@@ -201,7 +201,10 @@ def _on_one_budget(
             experts=count, top_k=min(config.top_k, count), candidates=count
         )
         return methods.mixture(sizes, rank)
-    made = partial(lambda make, host: make(setup, host, {}), plain.make)
+
+    def made(host: nn.Module) -> nn.Module:
+        return plain.make(setup, host, {})
+
     return Method((name, config), made)
 
 

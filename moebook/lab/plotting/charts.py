@@ -412,10 +412,11 @@ def _effects(axes: Axes, effects: pd.DataFrame, names: list[str]) -> None:
         apart = min(0.3, 0.8 / len(rows))
         for index, row in enumerate(rows.itertuples()):
             y = place + (index - middle) * apart
-            dress = look(names.index(row.series))
-            axes.plot([row.low, row.high], [y, y], color=dress["color"], lw=1.6)
-            face = dress["color"] if row.sure else "white"
-            axes.plot(row.value, y, ls="", mfc=face, markersize=5.5, zorder=3, **dress)
+            marker = look(names.index(row.series))
+            colour = marker["color"]
+            axes.plot([row.low, row.high], [y, y], color=colour, lw=1.6)
+            face = colour if row.sure else "white"  # filled where it excludes zero
+            axes.plot(row.value, y, ls="", mfc=face, markersize=5.5, zorder=3, **marker)
         if "printed" in rows and rows.printed.notna().all():
             axes.plot(rows.printed.iloc[0], place, **PRINTED)
     axes.axvline(0, color=INK, lw=1)

@@ -83,7 +83,7 @@ def test_the_pace_is_measured_in_the_time_that_is_given_and_draws_nothing(monkey
     ticks = count()
     monkeypatch.setattr(pace.time, "perf_counter", lambda: next(ticks) / 100)
     states = torch.random.get_rng_state(), np.random.get_state()[1].copy()
-    # The clock is read before the first step and after each: a hundredth of a second a step.
+    # The clock is read once, then before each step: a hundredth of a second a step.
     assert pace.pace(0.2) == pytest.approx(100, rel=0.06)
     assert pace.pace(0.6) == pytest.approx(100, rel=0.02), "a rate, whatever the time"
     assert torch.equal(torch.random.get_rng_state(), states[0])
