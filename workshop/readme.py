@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from moebook import storage
@@ -18,7 +19,12 @@ MARK = "<!-- {}: python -m workshop.readme -->\n"
 def found(folder: Path) -> str:
     """Return the front page's table of papers, promises and verdicts as Markdown."""
     rows = verdicts.ledger(folder, live=False)
-    return prose.pages(folder, rows)["found_front"]
+    return linked(prose.pages(folder, rows)["found_front"])
+
+
+def linked(text: str) -> str:
+    """Let the links of a page to those beside it lead there from the README."""
+    return re.sub(r"\]\((\w+\.md)", r"](book/\1", text)
 
 
 def times(folder: Path) -> str:

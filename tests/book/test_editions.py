@@ -1,14 +1,17 @@
 """Exercise notebooks: students' stubs fail their checks in place, instructors' solutions pass."""
 
 import re
+from dataclasses import replace
 
 import nbformat
 import pytest
 import yaml
 
-from moebook.lab.pages import pages
+from moebook.lab.pages import generated, pages
+from moebook.lab.records import store, write_run
 from workshop import editions, readme
 
+ROOT = editions.BOOK.parent
 PAGES = sorted(editions.BOOK.glob("*_exercises.md"))
 NOTES = yaml.safe_load(
     (editions.BOOK.parent / "workshop" / "notes.yaml").read_text("utf-8")
@@ -74,6 +77,21 @@ def test_the_readme_says_what_the_committed_runs_found(ledger, monkeypatch):
     text = (editions.BOOK.parent / "README.md").read_text("utf-8")
     assert readme.renewed(text, editions.BOOK.parent) == text
     assert text.count("\n| [") == 4, "a row a paper"
+
+
+def test_the_run_on_a_page_moves_nothing_that_is_told(tmp_path):
+    for name in ("_config.yml", "results", "notebooks"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "book" / "notebooks").mkdir(parents=True)
+    (tmp_path / "book" / "found").symlink_to(ROOT / "book" / "found")
+    run = store.pool("router_init", "nano", ROOT).last
+    single = [value for value in run.values if value.items is None]
+    values = tuple(replace(value, value=value.value / 2) for value in single)
+    later = run.manifest | {"date": "2999-01-01T00:00:00+00:00"}
+    run = replace(run, protocol="cpu", tier="cpu", values=values, manifest=later)
+    write_run(tmp_path / "book" / "notebooks" / "02_router_init.parquet", run)
+    front = generated.told(tmp_path)["found_front"]
+    assert readme.linked(front) in (ROOT / "README.md").read_text("utf-8")
 
 
 def test_a_course_is_told_changes_and_values_by_its_protocols_and_cost_by_its_runs(

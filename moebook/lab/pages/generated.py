@@ -46,6 +46,16 @@ def write(folder: Path) -> None:
     freshness.seal(place, made_of)
 
 
+def told(folder: Path) -> dict[str, str]:
+    """Return what was found, in prose and in the front page's figure, by committed runs alone.
+
+    The run that a page shows would move what was computed in it (`verdicts.row`).
+    """
+    rows = verdicts.ledger(folder, live=False)
+    drawn = _promises(rows, folder)
+    return prose.pages(folder, rows) | {"promises": pages.page("promises", drawn=drawn)}
+
+
 def generated(folder: Path) -> dict[str, str]:
     """Return the text of every file in ``book/_generated``, by name; draw the pictures beside."""
     rows = verdicts.ledger(folder)
@@ -55,9 +65,8 @@ def generated(folder: Path) -> dict[str, str]:
     for paper in every:
         of_paper = [row for row in rows if row.claim.paper == paper]
         written[f"ledger_{paper}"] = pages.page("ledger", rows=of_paper, places=places)
-    written |= prose.pages(folder, rows)
     return written | {
-        "promises": pages.page("promises", drawn=_promises(rows, folder)),
+        **told(folder),
         "audit": pages.audit(papers.audit()),
         "records": pages.recorded(folder),
         "designs": pages.designs(folder),
