@@ -7,8 +7,9 @@ import nbformat
 import pytest
 import yaml
 
+from moebook.lab.evidence import verdicts
 from moebook.lab.pages import generated, pages
-from moebook.lab.records import store, write_run
+from moebook.lab.records import store
 from workshop import editions, readme
 
 ROOT = editions.BOOK.parent
@@ -79,18 +80,19 @@ def test_the_readme_says_what_the_committed_runs_found(ledger, monkeypatch):
     assert text.count("\n| [") == 4, "a row a paper"
 
 
-def test_the_run_on_a_page_moves_nothing_that_is_told(tmp_path):
-    for name in ("_config.yml", "results", "notebooks"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "book" / "notebooks").mkdir(parents=True)
-    (tmp_path / "book" / "found").symlink_to(ROOT / "book" / "found")
-    run = store.pool("router_init", "nano", ROOT).last
+def test_the_run_on_a_page_moves_nothing_that_is_told(pools, monkeypatch):
+    run = pools("router_init")["nano"].last
     single = [value for value in run.values if value.items is None]
     values = tuple(replace(value, value=value.value / 2) for value in single)
     later = run.manifest | {"date": "2999-01-01T00:00:00+00:00"}
     run = replace(run, protocol="cpu", tier="cpu", values=values, manifest=later)
-    write_run(tmp_path / "book" / "notebooks" / "02_router_init.parquet", run)
-    front = generated.told(tmp_path)["found_front"]
+    on_page = {store.LIVE: store.Pool("router_init", store.LIVE, (run,))}
+
+    def with_the_page(name, *_, shown=False):
+        return pools(name) | (on_page if shown and name == "router_init" else {})
+
+    monkeypatch.setattr(verdicts.store, "pools", with_the_page)
+    front = generated.told(ROOT)["found_front"]
     assert readme.linked(front) in (ROOT / "README.md").read_text("utf-8")
 
 

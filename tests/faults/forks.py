@@ -1,5 +1,6 @@
 """Commands of `moebook` and their kernels in forks of one process, since imports take longest."""
 
+import gc
 import json
 import os
 import secrets
@@ -101,8 +102,11 @@ class Kernel:
 
 def serve():
     """Fork for each line that comes, and again for its kernel."""
+    gc.disable()  # as `moebook.lab.run.forks` does
     for name in PRELOADED:
         import_module(name)
+    gc.freeze()
+    gc.enable()
     storage.files.loaded()  # what a notebook hashes is hashed once
     sum(task.majority for task in tasks.KNOWN.values())  # and tasks are split once
     measured = pace.pace()
