@@ -22,7 +22,7 @@ from moebook.intervals import CONFIDENCE, interval, p_value, visible
 from moebook.lab import papers
 from moebook.lab.papers import Claim
 from moebook.lab.records import store
-from moebook.lab.records.store import COMMITTED, MARKED, SEEDS, Pool
+from moebook.lab.records.store import COMMITTED, LIVE, MARKED, SEEDS, Pool
 from moebook.lab.run import sources
 
 LABELS = {  # as a reader should meet them: what each is called where there is little room
@@ -252,7 +252,8 @@ class Verdict:
     @property
     def _computed(self) -> list[Measurement]:
         every = [self.deciding, *self.exploratory]
-        return [one for one in every if one is not None and one.exact]
+        exact = [one for one in every if one is not None and one.exact]
+        return [one for one in exact if one.pool.protocol != LIVE] or exact
 
     @cached_property
     def together(self) -> Measurement | None:
@@ -316,7 +317,8 @@ class Row:
 def row(claim: Claim, pools: Iterable[Pool], deciders: Collection[str] = ()) -> Row:
     """Measure a claim in pools; those of the protocols ``deciders`` decide, one a scale.
 
-    What is computed needs no decider: the newest pool is taken, and the others must agree.
+    What is computed needs no decider: the newest pool is taken, and the others must agree. The run
+    that a page shows is taken where there is no other.
     """
     scales: dict[str, list[Measurement]] = {}
     for pool in sorted(pools, key=lambda pool: pool.rank):
@@ -327,9 +329,8 @@ def row(claim: Claim, pools: Iterable[Pool], deciders: Collection[str] = ()) -> 
     for scale, every in sorted(scales.items(), key=lambda pair: store.size(pair[0])):
         deciding = [one for one in every if one.pool.protocol in deciders]
         if not deciding and all(one.exact for one in every):
-            deciding = [
-                max(every, key=lambda one: str(one.pool.last.manifest.get("date", "")))
-            ]
+            committed = [one for one in every if one.pool.protocol != LIVE]
+            deciding = [max(committed or every, key=_day)]
         if len(deciding) > 1:
             names = " and ".join(one.pool.protocol for one in deciding)
             refuse(
@@ -339,6 +340,10 @@ def row(claim: Claim, pools: Iterable[Pool], deciders: Collection[str] = ()) -> 
         others = tuple(one for one in every if one is not first)
         found.append(Verdict(claim, scale, first, others))
     return Row(claim, tuple(found))
+
+
+def _day(measured: Measurement) -> str:
+    return str(measured.pool.last.manifest.get("date", ""))
 
 
 def ledger(

@@ -14,7 +14,7 @@ from moebook.lab import papers
 from moebook.lab.evidence import findings, verdicts
 from moebook.lab.evidence.verdicts import amount, chance, row
 from moebook.lab.records import TIERS, Run, Value, write_run
-from moebook.lab.records.store import Pool
+from moebook.lab.records.store import LIVE, Pool
 from tests.refusals import refused
 
 DIRECTION = replace(
@@ -382,6 +382,19 @@ def test_an_exact_value_needs_no_seeds_and_effects_are_written_in_the_claims_uni
     assert amount(replace(DIRECTION, unit="percent_points"), -1.5) == "-1.5 points"
     assert amount(replace(DIRECTION, unit="nats"), -0.0321) == "-0.0321 nats"
     assert amount(NUMBER, 7.8e9) == "7,800,000,000"
+
+
+def test_a_computed_value_is_decided_by_committed_runs_and_else_by_the_pages():
+    committed = pool("study", [Value("pesc/size", 8e9, "count")])
+    on_page = size("cpu", 6.9e9).runs[0]
+    later = {"date": "2999-01-01T00:00:00+00:00"}
+    on_page = replace(on_page, settings={"base": "nano"}, manifest=later)
+    shown = Pool("pesc", LIVE, (on_page,))
+    (judged,) = row(NUMBER, [shown, committed]).verdicts
+    assert judged.deciding.pool == committed
+    assert judged.label == "direction holds"
+    (alone,) = row(NUMBER, [shown]).verdicts
+    assert alone.label == "direction fails"
 
 
 def test_what_is_read_from_published_files_is_computed_and_needs_no_seeds():

@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import io
 import json
 import math
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from moebook import storage
 from moebook.lab import records
 from moebook.lab.records import Curve, Run, Value, store
-from moebook.lab.records.runs import HEAD, rounded
+from moebook.lab.records.runs import HEAD, packed, rounded
 from moebook.lab.records.store import Pool
 from tests.refusals import refused
 
@@ -131,6 +132,13 @@ def _value(table: pa.Table) -> pa.Table:
     first, _, *rest = table.column("value").to_pylist()
     place = table.schema.get_field_index("value")
     return table.set_column(place, "value", [[first, 0.0, *rest]])
+
+
+def test_a_file_is_far_smaller_than_parquet_by_default():
+    place = storage.root() / "results" / "pesc" / "tuning" / "70.parquet"
+    written = io.BytesIO()
+    pq.write_table(pq.read_table(place), written, compression="zstd")
+    assert len(packed(records.read_run(place))) < 0.6 * len(written.getvalue())
 
 
 @pytest.mark.parametrize(
