@@ -354,17 +354,19 @@ def changes(
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
     """Put what `arms` measured into words: a line an arm, a column a measure, and the seeds."""
-    ends = [
-        (_said(low), _said(high))
-        for low, high in zip(frame.low, frame.high, strict=True)
-    ]
-    text = [
-        _said(value) + f" ({low} to {high})" * (low != high)
-        for value, (low, high) in zip(frame.value, ends, strict=True)
-    ]
+    text = []
+    for value, *ends in zip(frame.value, frame.low, frame.high, strict=True):
+        low, high = map(_said, ends)
+        if low != high:
+            text.append(f"{_said(value)} ({low} to {high})")
+        elif ends[0] == value > 1 and float(value).is_integer():
+            text.append(f"{value:,.0f}")  # a count, the same in each run
+        else:
+            text.append(_said(value))
     wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")
     order = list(dict.fromkeys(frame.arm)), list(dict.fromkeys(frame.measure))
-    wide = wide.loc[order].fillna("").rename_axis(columns=None)
+    # One line of headings: pandas writes that of the first column as the name of the others.
+    wide = wide.loc[order].fillna("").rename_axis(index=None, columns="arm")
     return wide.assign(seeds=frame.groupby("arm").seeds.min())
 
 

@@ -65,6 +65,7 @@ COMPRESSED: dict[str, Any] = {
     "compression_level": 11,
     "use_dictionary": ["name", "unit"],
     "store_schema": False,  # beside Parquet's own, and it would hold the head once more
+    "write_statistics": False,  # which no digest covers
 }
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9_.=+-]*"

@@ -137,7 +137,10 @@ class Run:
         for name in names:
             parameter = self.declared[name]
             help_and_rule = f"{parameter.help} {parameter.rule}".strip()
-            lines[name] = {"value": self.settings[name], "what it does": help_and_rule}
+            value = self.settings[name]
+            if isinstance(value, str):  # a cell can break between names
+                value = value.replace(",", ", ")
+            lines[name] = {"value": value, "what it does": help_and_rule}
         return pd.DataFrame.from_dict(lines, orient="index")
 
     def beside(self, measures: Mapping[str, Measure]) -> pd.DataFrame | str:
@@ -206,7 +209,9 @@ class Run:
         line["recorded runs"] = told(effects.mean())
         ends = interval(effects)
         if ends:
-            line["95 % interval"] = " to ".join(map(told, ends))
+            low, high = map(told, ends)
+            low, *_ = low.split()  # the unit stands once
+            line["95 % interval"] = f"{low} to {high}"
         return line | {"seeds": len(effects), "study": pool.protocol}
 
     def arms(self, text: str, known: Mapping[str, Arm]) -> dict[str, Arm]:
@@ -418,6 +423,7 @@ def _show_tables() -> None:
     if shell is None:
         return
     pd.set_option("display.max_colwidth", TEXT)
+    pd.set_option("display.float_format", _number)
     formatters = shell.display_formatter.formatters
     for kind in (dict, pd.Series, Presets):
         formatters["text/html"].for_type(kind, table)
@@ -434,11 +440,15 @@ def table(facts: Any) -> str:
     nested = isinstance(lines, Mapping) and all(
         isinstance(line, Mapping) for line in lines.values()
     )
-    number = "{:.4g}".format
     if nested:
-        return pd.DataFrame(lines).T.to_html(float_format=number)
+        return pd.DataFrame(lines).T.to_html(float_format=_number)
     column = pd.Series(lines, dtype=object).to_frame("")
-    return column.to_html(header=False, float_format=number)
+    return column.to_html(header=False, float_format=_number)
+
+
+def _number(value: float) -> str:
+    """Write four digits, which can be read at a glance, and all of a count's."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _note(**fact: Any) -> None:

@@ -225,6 +225,9 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
         findings.table(frame.assign(value=4e5, low=4e5, high=4e5)).loss["c"]
         == "400,000"
     )
+    assert (
+        findings.table(frame.assign(value=12.0, low=12.0, high=12.0)).loss["c"] == "12"
+    )
     assert findings.arms(TOY, ["d"], names).empty
     told = findings.runs({"nano": TOY})
     assert told.loc["nano", ["seeds", "runs", "arms"]].tolist() == ["0, 1, 4", 3, 2]
