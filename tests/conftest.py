@@ -57,11 +57,13 @@ def cut_the_network(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(cut_the_network)
 
 
-# What takes longest or waits for processes: the first worker begins with one list, the second with
-# the other. Neighbours share something: a warm process, a study, the rendered book, the ledger.
+# What takes longest or waits for processes: each worker begins with a list of its own. Neighbours
+# share something: a warm process, a study, the rendered book, the committed pools, a run of the toy.
 FIRST = (
     "its_values_are_in_the_page findings_are_drawn killed_runs test_sharding test_study.py",
-    "test_book.py killed_build test_own_pages compile_and_fit test_stranger test_editions",
+    "test_book.py killed_build test_own_pages compile_and_fit test_stranger test_editions "
+    "test_pages test_intervals test_prose test_bounds",
+    "test_runner.py test_witness test_bench.py",
 )
 
 

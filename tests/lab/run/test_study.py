@@ -316,6 +316,7 @@ def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(
     same_bits(alone, stored(studied[0])[0])
 
 
+@pytest.mark.soak  # a study that Ctrl-C ends is its sibling
 def test_a_killed_study_keeps_what_it_told_and_goes_on(studied, cloned, staging):
     """At one moment; `make soak` kills at any (tests/faults/test_kills.py)."""
     process = start(cloned, staging, "--seeds", "0,1", "--jobs", "1")
