@@ -58,7 +58,7 @@ sys.addaudithook(cut_the_network)
 
 
 # What takes longest or waits for processes: each worker begins with a list of its own. Neighbours
-# share something: a warm process, a study, the rendered book, the committed pools, a run of the toy.
+# share something: a warm process, a study, the rendered book, committed pools, a run of the toy.
 FIRST = (
     "its_values_are_in_the_page findings_are_drawn killed_runs test_sharding test_study.py",
     "test_book.py killed_build test_own_pages compile_and_fit test_stranger test_editions "
