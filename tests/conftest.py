@@ -61,7 +61,7 @@ sys.addaudithook(cut_the_network)
 # share something: a warm process, a study, the rendered book, committed pools, a run of the toy.
 FIRST = (
     "its_values_are_in_the_page findings_are_drawn killed_runs test_sharding test_study.py",
-    "test_book.py killed_build test_own_pages compile_and_fit test_stranger test_editions "
+    "test_book.py test_rendering test_own_pages compile_and_fit test_stranger test_editions "
     "test_pages test_intervals test_prose test_bounds",
     "test_runner.py test_witness test_bench.py",
 )
