@@ -73,9 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     for name in ENDS:
         number = getattr(signal, name, None)
-        if (
-            number is None or signal.getsignal(number) is signal.SIG_IGN
-        ):  # as under nohup
+        # Under nohup a signal is ignored, and stays so.
+        if number is None or signal.getsignal(number) is signal.SIG_IGN:
             continue
         signal.signal(number, _terminate)
     if arguments is None:  # the command itself, and no caller of ours
@@ -554,14 +553,15 @@ def bench(options: argparse.Namespace) -> int:
     from moebook.lab.bench import report, scaling
 
     if options.peers:
-        others = (
+        usual = (None, None, "auto", 5, 1)
+        given = (
             options.op,
             options.scale,
             options.device,
             options.rounds,
             options.threads,
         )
-        if others != (None, None, "auto", 5, 1):
+        if given != usual:
             refuse(
                 "E-USAGE",
                 "moebook bench: --peers takes neither an op nor another option",

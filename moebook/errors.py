@@ -166,8 +166,6 @@ def shown(value: object) -> str:
     """Write a value for a refusal: the beginning of its ``repr``, or its type where it has none."""
     try:
         return repr(value)[:200]
-    except (
-        RecursionError,
-        ValueError,
-    ):  # nested too deeply, an int of more than 4,300 digits
+    except (RecursionError, ValueError):
+        # Nested too deeply, or an int of more than 4,300 digits.
         return f"a {type(value).__name__} too large to show"

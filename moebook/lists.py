@@ -38,18 +38,18 @@ def rates(name: str, text: str) -> list[float]:
 
 def _each_once(name: str, text: str, read: Callable[[str, str], float]) -> list[float]:
     """Read each part of a list; two are the same if recorded values would name them alike."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for part in _parts(name, text):
         if not part.strip():
             continue
         number = read(f"{name} lists '{part.strip()}'", part)
         written = f"{number:g}"
-        if written in found:
-            equal = number == found[written]
+        if written in numbers:
+            equal = number == numbers[written]
             digits = "" if equal else ", to the six digits of a value's name"
             refuse("E-RANGE", f"{name} lists {written} twice{digits}: give each once")
-        found[written] = number
-    return list(found.values())
+        numbers[written] = number
+    return list(numbers.values())
 
 
 def rates_by_name(
@@ -59,23 +59,23 @@ def rates_by_name(
 
     Each name stands there once, and is a known one where these are given; empty for none.
     """
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     choices = None if known is None else list(known)
     for part in _parts(name, text):
         if not part.strip():
             continue
-        one, equals, number = (piece.strip() for piece in part.partition("="))
+        key, equals, number = (piece.strip() for piece in part.partition("="))
         if not equals:
             refuse(
                 "E-RANGE",
-                f"{name} holds '{one}': expected name=rate, as in dense=0.001",
+                f"{name} holds '{key}': expected name=rate, as in dense=0.001",
             )
         if choices is not None:
-            refuse_unknown(one, choices, "E-RANGE", f"{name} names '{one}':")
-        if one in found:
-            refuse("E-RANGE", f"{name} names '{one}' twice: give it one rate")
-        found[one] = _rate(f"{name} gives {one} '{number}'", number)
-    return found
+            refuse_unknown(key, choices, "E-RANGE", f"{name} names '{key}':")
+        if key in rates:
+            refuse("E-RANGE", f"{name} names '{key}' twice: give it one rate")
+        rates[key] = _rate(f"{name} gives {key} '{number}'", number)
+    return rates
 
 
 def _parts(name: str, text: str) -> list[str]:

@@ -172,9 +172,8 @@ def stopwatch(device: str | torch.device = "cpu") -> Iterator[Timing]:
 
 def peak_memory(pid: int | str = "self", mark: str = "VmHWM") -> int | None:
     """Return a process's peak resident bytes since its last `stopwatch`, or now's by ``VmRSS``."""
-    with suppress(
-        OSError
-    ):  # it has ended, or the system, not Linux, keeps no such mark
+    # The process has ended, or the system is not Linux and keeps no such mark.
+    with suppress(OSError):
         found = re.search(
             rf"^{mark}:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M
         )

@@ -24,7 +24,7 @@ DEFAULTS = {"under": {}, "exact": False}  # of a claim's fields; None else
 
 def written(folder: Path = ROOT) -> dict[str, dict[str, str]]:
     """Return by claim the hash of what it says, and the time since which it has said that."""
-    found = {}
+    by_claim = {}
     for paper in (*papers.PAPERS, *papers.OURS):
         now = {claim.id: claim.frozen for claim in papers.claims(paper)}
         since: dict[str, tuple[str, str]] = {}
@@ -36,8 +36,8 @@ def written(folder: Path = ROOT) -> dict[str, dict[str, str]]:
         for name, says in now.items():
             then, time = since.get(name, ("", ""))
             if then == says:
-                found[name] = {"frozen": says, "since": time}
-    return found
+                by_claim[name] = {"frozen": says, "since": time}
+    return by_claim
 
 
 def _history(folder: Path, name: str) -> list[tuple[str, list[dict[str, Any]]]]:

@@ -47,13 +47,13 @@ def installing(text: str) -> str:
 
 def texts() -> dict[Path, str]:
     """Return what each file should hold that depends on the address."""
-    found = {}
+    contents = {}
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        found[path] = installing(path.read_text(encoding="utf-8"))
+        contents[path] = installing(path.read_text(encoding="utf-8"))
     for name in NAMING:
         path = ROOT / name
-        found[path] = ADDRESS.sub(REPOSITORY, path.read_text(encoding="utf-8"))
-    return found
+        contents[path] = ADDRESS.sub(REPOSITORY, path.read_text(encoding="utf-8"))
+    return contents
 
 
 if __name__ == "__main__":

@@ -41,9 +41,8 @@ settings.load_profile("moebook")
 def cut_the_network(event: str, arguments: tuple[Any, ...]) -> None:
     """Audit hook: a connection to anything but this machine raises, in whatever code asks."""
     asks = event in ("socket.connect", "socket.sendto")
-    if not asks or not isinstance(
-        arguments[1], tuple
-    ):  # a Unix socket's address is a path
+    # A Unix socket's address is a path, no tuple.
+    if not asks or not isinstance(arguments[1], tuple):
         return
     host = str(arguments[1][0]).partition("%")[0]
     try:

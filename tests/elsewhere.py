@@ -88,12 +88,12 @@ def main():
     builtins.open = told_open
     builtins.__import__ = without_posix
     package = importlib.import_module("moebook")
-    found = []
+    imported = []
     for module in pkgutil.walk_packages(package.__path__, "moebook.", onerror=tell):
         if "._triton" not in module.name and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-            found.append(module.name)
-    assert len(found) > 100
+            imported.append(module.name)
+    assert len(imported) > 100
     importlib.import_module("moebook.cli").main(["list"])
 
 

@@ -127,7 +127,7 @@ OWN = {
 
 def kinds():
     """Return the model types, text alone, whose configuration speaks of experts."""
-    found = []
+    sparse = []
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         module = model_type_to_module_name(kind)
         path = (
@@ -138,8 +138,8 @@ def kinds():
         if twin in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or not path.is_file():
             continue
         if "_expert" in path.read_text():
-            found.append(kind)
-    return found
+            sparse.append(kind)
+    return sparse
 
 
 def of_family(kind, dtype=torch.float32, **changes):

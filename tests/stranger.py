@@ -92,15 +92,15 @@ class Pool:
     def by_task(self, name):
         """Values of the tasks whose mean a value is: a/<task>/b or a/b/<task>."""
         start, _, last = name.rpartition("/")
-        found = {}
+        names = {}
         for other in self.numbers:
             middle = other.removeprefix(f"{start}/").removesuffix(f"/{last}")
             if other == f"{start}/{middle}/{last}":
-                found[middle] = other
+                names[middle] = other
             tail = other.removeprefix(f"{name}/")
             if other == f"{name}/{tail}" and "/" not in tail:
-                found[tail] = other
-        return found
+                names[tail] = other
+        return names
 
     def average(self, name):
         names = [name] if name in self.numbers else list(self.by_task(name).values())
@@ -142,9 +142,9 @@ def ends(effects):
 def side(claim, low, high):
     """1 where all of an interval lies as claimed, -1 where all of it does not."""
     if claim["direction"] == "greater":
-        return 1 if low > 0 else -1 if high < 0 else 0
+        return int(low > 0) - int(high < 0)
     if claim["direction"] == "less":
-        return 1 if high < 0 else -1 if low > 0 else 0
+        return int(high < 0) - int(low > 0)
     middle = claim["claimed"] or 0
     around = claim["tolerance"] or 0
     if low >= middle - around and high <= middle + around:

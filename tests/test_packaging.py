@@ -55,15 +55,15 @@ def requirements() -> list[Requirement]:
 
 def pins(name: str) -> dict[str, Version]:
     """Canonical name -> version of every line of a lock; a line of another form fails."""
-    found = {}
+    versions = {}
     for line in (ROOT / name).read_text().splitlines():
         text = line.split("#")[0].strip()
         if text:
             match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.]+)(; .+)?", text)
             assert match, f"{name}: not `name==version`, without local suffix: {line}"
-            assert canonicalize_name(match[1]) not in found, f"{name}: twice: {line}"
-            found[canonicalize_name(match[1])] = Version(match[2])
-    return found
+            assert canonicalize_name(match[1]) not in versions, f"{name}: twice: {line}"
+            versions[canonicalize_name(match[1])] = Version(match[2])
+    return versions
 
 
 def needs(requirement: Requirement) -> list[Requirement]:

@@ -247,7 +247,8 @@ def test_plumbing_that_is_open_and_a_method_that_is_folded_are_found():
 def test_outputs_missing_text_and_a_missing_frame_are_found():
     broken = behind_the_frame("x = 1")
     broken["cells"][7]["outputs"] = [{"output_type": "stream", "text": "1"}]
-    del broken["cells"][8], broken["cells"][3]["metadata"]["tags"]
+    del broken["cells"][8]
+    del broken["cells"][3]["metadata"]["tags"]
     broken["cells"][5]["source"] = "x = 0"
     problems = "\n".join(notebook_problems(broken))
     for fault in (

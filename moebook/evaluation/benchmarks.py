@@ -211,9 +211,8 @@ def by_benchmark(
     # The same sum of weights for each benchmark, of all and of those in its domain.
     size = items.groupby("benchmark").correct.transform("size")
     of_domain = items.groupby("domain")
-    fair = of_domain.correct.transform("size") / of_domain.benchmark.transform(
-        "nunique"
-    )
+    benchmarks_there = of_domain.benchmark.transform("nunique")
+    fair = of_domain.correct.transform("size") / benchmarks_there
     items["weight"] = len(items) / items.benchmark.nunique() / size
     items["score"] = items.correct * items.weight
     items["domain_score"] = items.correct * (fair / size)

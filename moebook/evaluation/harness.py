@@ -130,10 +130,8 @@ class Harness(InMemory, TemplateLM):
 @functools.cache
 def _index() -> TaskManager:
     """lm-eval's index of its thousands of task files: seconds to build, so once."""
-    for name in (
-        "tasks._index",
-        "api.task",
-    ):  # ours replace two of its own; metrics' defaults
+    # Else it warns that ours replace two of its own, and of metrics' defaults.
+    for name in ("tasks._index", "api.task"):
         logging.getLogger(f"lm_eval.{name}").setLevel(logging.ERROR)
     return TaskManager(include_path=str(OURS))
 

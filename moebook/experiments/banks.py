@@ -28,7 +28,7 @@ from moebook.experiments.arm import (
 )
 from moebook.experiments.experiment import Recorder
 from moebook.experiments.pipeline import Arm
-from moebook.experiments.rocket import SIZES, annotated, choice, encoder_there
+from moebook.experiments.rocket import SIZES, annotated, encoder_there, too_few
 from moebook.methods import rocket
 from moebook.methods.rocket.augment import Encoder
 from moebook.methods.rocket.bank import Bank, Row
@@ -130,7 +130,7 @@ def _needs(settings: Settings) -> Iterator[str]:
     if steps * settings["bank_epochs"] == 1:
         why = "a LoRA's only step is that of the warm-up, at rate 0, so nothing is trained"
         yield f"bank_rows = {settings['bank_rows']}: {why}; take more, or more bank_epochs"
-    yield from choice(settings, names)
+    yield from too_few(settings, names)
     yield from encoder_there(settings)
 
 

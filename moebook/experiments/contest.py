@@ -99,44 +99,55 @@ def prepare(
     encoder: Any,
 ) -> Prepared:
     """Let Rocket choose experts and open rows for each target, of a bank without leaks."""
-    main = rocket.Config.preset("fixed", **picked(settings, checks.SIZES))
-    mixture = pipeline.Arm(config=main)
+    config = rocket.Config.preset("fixed", **picked(settings, checks.SIZES))
+    usual = pipeline.Arm(config=config)  # Rocket as it is
     pad_id = tokenizer.pad_token_id or 0
     encode = partial(data.encode, tokenizer=tokenizer, max_length=LONGEST)
-    clean = {
-        target: rocket.bank.guarded(
-            bank, pool.annotated[target] + pool.held_out[target], task=target
-        )
-        for target in pool.tested
-    }
-    vectors = np.concatenate(list(encoder.blocks(pool.open)))
+
+    clean = _without_leaks(bank, pool)
+    open_vectors = np.concatenate(list(encoder.blocks(pool.open)))  # [S, D]
     cases: dict[str, Case] = {}
     chosen: dict[str, dict[str, Lora]] = {}
     parts: dict[str, tuning.Data] = {}
     valid: dict[str, Any] = {}
     for target in pool.tested:
         annotated = pool.annotated[target]
-        cases[target] = rocket.case.score_bank(
+        case = rocket.case.score_bank(
             model,
             tokenizer,
             clean[target],
             encoder,
             annotated,
-            main,
+            config,
             task=target,
             seed=settings["seed"],
         )
-        names = pipeline.experts(cases[target], mixture, clean[target], best="")
+        cases[target] = case
+
+        # Which LoRA is best on the test rows only a comparison asks, not Rocket itself.
+        names = pipeline.experts(case, usual, clean[target], best="")
         chosen[target] = {name: bank[name] for name in names}
-        rows = pipeline.rows(cases[target], mixture, pool.open, vectors)
-        used = {row["prompt"] for row in rows}
+
+        # The shots come first, then the open rows that are near to them.
+        tuned_on = pipeline.rows(case, usual, pool.open, open_vectors)
+        shots = encode(tuned_on[: config.shots])
+        near = encode(tuned_on[config.shots :])
+        parts[target] = tuning.Data(shots, near, pad_id=pad_id)
+
+        # Rates are judged by annotated rows that nothing was tuned on.
+        used = {row["prompt"] for row in tuned_on}
         spare = [row for row in annotated if row["prompt"] not in used]
-        shots = settings["shots"]
-        parts[target] = tuning.Data(
-            encode(rows[:shots]), encode(rows[shots:]), pad_id=pad_id
-        )
         valid[target] = encode(spare[-settings["valid_rows"] :])
     return Prepared(clean, cases, chosen, parts, valid)
+
+
+def _without_leaks(bank: Mapping[str, Lora], pool: Pool) -> dict[str, dict[str, Lora]]:
+    """Return for each target the bank without the LoRAs that saw its rows."""
+    clean: dict[str, dict[str, Lora]] = {}
+    for target in pool.tested:
+        rows = pool.annotated[target] + pool.held_out[target]
+        clean[target] = rocket.bank.guarded(bank, rows, task=target)
+    return clean
 
 
 def oracle(

@@ -18,13 +18,13 @@ Idle = Iterator[tuple[str, str]]
 def warn(changed: Iterable[str], idle: Iterable[tuple[str, str]]) -> None:
     """Warn of those of the changed parameters that do nothing (W-IDLE)."""
     candidates = list(changed)
-    told: list[str] = []
+    lines: list[str] = []
     for names, why in idle:
         without = [name for name in names.split() if name in candidates]
         if without:
-            told.append(f"{', '.join(without)} ({why})")
-    if told:
-        message = f"W-IDLE: changed without effect in this run: {'; '.join(told)}"
+            lines.append(f"{', '.join(without)} ({why})")
+    if lines:
+        message = f"W-IDLE: changed without effect in this run: {'; '.join(lines)}"
         warnings.warn(message, stacklevel=3)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from moebook.errors import Refusal, refuse
 from moebook.experiments import needs, rates
@@ -14,7 +14,7 @@ from moebook.experiments.rocket import (
     makes_bank,
     members,
     of_the_source,
-    on_a_bank,
+    targets_and_bank,
 )
 from moebook.methods import rocket
 from moebook.methods.rivals import table
@@ -63,15 +63,25 @@ def _needs(
     _: object,
 ) -> Complaints:
     yield from rates.needs(settings, arms, every, at_least_one=True)
-    yield from on_a_bank(settings)
+    yield from targets_and_bank(settings)
     sizes = picked(settings, SIZES)
     yield from complaint("", lambda: rocket.Config.preset("fixed", **sizes))
     if any(arm.rated for arm in arms.values()):
         yield from needs.more_than_a_step(settings, "steps")
     if any(arm.rival == "phatgoose" for arm in arms.values()):
         yield from needs.more_than_a_step(settings, "gate_steps", of=" of a gate")
-    bank = members(settings)
-    yield from _sources(settings, arms, bank or [])
+    bank = members(settings) or []
+    yield from _sources(settings, arms, bank)
+    yield from _searches(settings, arms, bank)
+
+
+def _searches(
+    settings: Settings, arms: Mapping[str, table.Arm], bank: Sequence[str]
+) -> Complaints:
+    """Complain about fewer evaluations than LoRAHub's search over so many LoRAs takes.
+
+    Of an empty ``bank`` the number of LoRAs is not known yet: a folder alone tells.
+    """
     searches = settings["searches"]
     for name, arm in arms.items():
         if arm.rival != "lorahub":
@@ -81,10 +91,9 @@ def _needs(
             parameter = "experts"
         elif bank:
             size = len(bank)
-            parameter = "members"
-            if settings["bank_folder"] and not settings["members"]:
-                parameter = "bank_folder"
-        else:  # a folder alone tells
+            from_folder = settings["bank_folder"] and not settings["members"]
+            parameter = "bank_folder" if from_folder else "members"
+        else:
             continue
         if searches < size + BEYOND:
             over = f"{size} LoRAs ({parameter} = {settings[parameter]!r})"

@@ -131,27 +131,53 @@ def _needs(
     device: torch.device | None,
 ) -> Complaints:
     yield from rates.needs(settings, arms, every, at_least_one=True)
-    yield from on_a_bank(settings)
+    yield from targets_and_bank(settings)
     yield from _steps(settings, arms)
+    yield from _retrained(settings)
+    yield from _rank(settings)
+    if "data_by_hull" in arms:
+        yield from _hull(settings)
+    if "expert_lora" in arms:
+        yield from _rows_to_judge_by(settings)
+    yield from needs.optimizer(settings, device)
+
+
+def _retrained(settings: Settings) -> Complaints:
+    """Complain about LoRAs to be trained anew that are not in the shipped bank."""
     if settings["retrain"] and not settings["bank_folder"]:
         bank = members(settings) or []
         yield from complaint("", lists.listed, "retrain", settings["retrain"], bank)
+
+
+def _rank(settings: Settings) -> Complaints:
+    """Complain about a rank that the LoRAs of the shipped bank do not have.
+
+    In any run LoRAs of the targets' own sets stand beside them: the leak check is tried by these.
+    """
     rank = rocket.bank.RECIPE["rank"]
     if settings["bank_rank"] != rank and not settings["bank_folder"]:
-        own = "those of the targets' own sets"  # by which the leak check is tried, in any run
+        own = "those of the targets' own sets"
         why = f"LoRAs of the shipped bank have rank {rank}, and {own} stand beside them"
         yield f"bank_rank = {settings['bank_rank']}: {why}; take {rank}, or give a bank_folder"
+
+
+def _hull(settings: Settings) -> Complaints:
+    """Complain about fewer shots than a hull takes: one more than its space has axes."""
     least = main(settings).components + 1
-    if "data_by_hull" in arms and settings["shots"] < least:
+    if settings["shots"] < least:
         why = f"data_by_hull takes open rows in the hull of the shots, which takes {least}"
         yield f"shots = {settings['shots']}: {why}; give more, or leave data_by_hull out of arms"
+
+
+def _rows_to_judge_by(settings: Settings) -> Complaints:
+    """Complain about targets of which validation leaves no row for expert_lora to train on."""
     several = len(_grid(settings)) > 1
-    if "expert_lora" in arms and several:
-        for name, count in annotated(settings).items():
-            if settings["valid_rows"] >= count:
-                why = f"{name} has {count} annotated rows, and expert_lora trains on the others"
-                yield f"valid_rows = {settings['valid_rows']}: {why}; take less"
-    yield from needs.optimizer(settings, device)
+    if not several:
+        return
+    for name, count in annotated(settings).items():
+        if settings["valid_rows"] >= count:
+            why = f"{name} has {count} annotated rows, and expert_lora trains on the others"
+            yield f"valid_rows = {settings['valid_rows']}: {why}; take less"
 
 
 def _grid(settings: Settings) -> list[float]:
@@ -174,9 +200,11 @@ def _steps(settings: Settings, arms: Mapping[str, Arm | None]) -> Complaints:
     for name, arm in arms.items():
         if name == "expert_lora":
             continue
-        rows = settings["shots"]
+        rows = settings["shots"]  # of perplexity, which chooses no open rows
         if arm:
-            rows = arm.config.shots + arm.config.budget * arm.open_data
+            rows = arm.config.shots
+            if arm.open_data:
+                rows += arm.config.budget
         steps = settings["epochs"] * math.ceil(rows / settings["batch"])
         if steps == 1:
             why = f"{name} has at most {rows} rows, so one step, that of the warm-up, at rate 0"
@@ -195,43 +223,68 @@ def annotated(settings: Settings) -> dict[str, int]:
     return needs.available(settings, names)
 
 
-def on_a_bank(settings: Settings) -> Complaints:
-    """Complain about what Rocket's notebook and the rivals' share: targets, members, sizes."""
-    yield from needs.named({"targets": settings["targets"]})
-    names = settings["targets"].split(",")
+def targets_and_bank(settings: Settings) -> Complaints:
+    """Complain about what Rocket's notebook and the rivals' have in common."""
+    yield from _targets(settings)
+    yield from _bank(settings)
+    yield from encoder_there(settings)
+
+
+def _targets(settings: Settings) -> Complaints:
+    """Complain about targets: their names, their rows, and what evaluates them."""
     listed = {"targets": settings["targets"]}
-    split = needs.training_split(settings)
-    yield from needs.files(listed, split, settings["test_split"])
+    splits = (needs.training_split(settings), settings["test_split"])
+    yield from needs.named(listed)
+    yield from needs.files(listed, *splits)
+    targets = settings["targets"].split(",")
     if settings["source"] == "embedded":
-        for name in names:
+        for name in targets:
             if name and not tasks.known(name):
                 why = "source = 'embedded' has embedded tasks and your files (*.jsonl)"
                 yield f"targets lists {name!r}: {why}: {nearest(name, tasks.KNOWN)}"
+    yield from _shots(settings)
+    benchmarks = settings["benchmarks"].split(",") if settings["benchmarks"] else []
+    yield from complaint("", tested, targets, benchmarks)
+
+
+def _shots(settings: Settings) -> Complaints:
+    """Complain about targets of which the shots leave no row to judge rates by.
+
+    A target without any row is complained of elsewhere.
+    """
     for name, count in annotated(settings).items():
         if 0 < count <= settings["shots"]:
             why = f"{name} has {count} annotated rows, and one at least judges rates"
             remedy = f"take 1 to {count - 1}" if count > 1 else "give it more"
             yield f"shots = {settings['shots']}: {why}; {remedy}"
-    benchmarks = settings["benchmarks"].split(",") if settings["benchmarks"] else []
-    yield from complaint("", tested, names, benchmarks)
-    if settings["bank_folder"] and not makes_bank(settings):
-        where = f"bank_folder = {settings['bank_folder']!r}"
-        yield from complaint(where, rocket.loras.folders, settings["bank_folder"])
+
+
+def _bank(settings: Settings) -> Complaints:
+    """Complain about a bank: its folder, its members, their number and their training."""
+    folder = settings["bank_folder"]
+    if folder and not makes_bank(settings):
+        where = f"bank_folder = {folder!r}"
+        yield from complaint(where, rocket.loras.folders, folder)
     if settings["members"]:
         yield from needs.named({"members": settings["members"]})
-    if settings["members"] and not settings["bank_folder"]:
+    if settings["members"] and not folder:
         shipped = rocket.bank.EMBEDDED
         yield from complaint("", lists.listed, "members", settings["members"], shipped)
-    bank = members(settings)
-    if bank is not None:
-        yield from choice(settings, bank)
+    names = members(settings)
+    if names is not None:
+        yield from too_few(settings, names)
+    if makes_bank(settings):
+        yield from _bank_training(settings)
+
+
+def _bank_training(settings: Settings) -> Complaints:
+    """Complain about LoRAs of a bank whose only step is that of the warm-up."""
     batch = rocket.bank.RECIPE["batch"]
     steps = settings["bank_epochs"] * math.ceil(settings["bank_rows"] / batch)
-    if makes_bank(settings) and steps == 1:
+    if steps == 1:
         sizes = f"bank_rows = {settings['bank_rows']} and bank_epochs = 1"
         why = f"a LoRA of the bank has one step of {batch} rows, in the warm-up, at rate 0"
         yield f"{sizes}: {why}; give more rows or epochs"
-    yield from encoder_there(settings)
 
 
 def encoder_there(settings: Settings) -> Complaints:
@@ -241,7 +294,7 @@ def encoder_there(settings: Settings) -> Complaints:
         yield f"encoder = {encoder!r}: there is no such folder; take minilm, or org/name@commit"
 
 
-def choice(settings: Settings, bank: Sequence[str]) -> Complaints:
+def too_few(settings: Settings, bank: Sequence[str]) -> Complaints:
     """Complain about a bank with fewer LoRAs than are to be chosen from for a target.
 
     A LoRA of the target's own task is left out there: it has seen the rows.

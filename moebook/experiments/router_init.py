@@ -594,7 +594,7 @@ def leads(
     """Record, by combine rule, CRSU's lead over SU after each quarter, where both ran."""
     most = settings["quarter_rows"] or settings["test_rows"]
     area = areas(settings)
-    found: dict[str, Lead] = {}
+    by_rule: dict[str, Lead] = {}
     for rule in ("", "_renormalised"):
         pair = (f"crsu{rule}", f"su4{rule}")
         if not set(pair) <= set(courses):
@@ -615,8 +615,8 @@ def leads(
         parts = list(lead.points)
         run.curve(f"{root}/lead{rule}", lead.points.values(), "percent_points", parts)
         run.curve(f"{root}/lead_nats{rule}", lead.nats.values(), "nats", parts)
-        found[rule] = lead
-    return found
+        by_rule[rule] = lead
+    return by_rule
 
 
 def _first(

@@ -472,18 +472,20 @@ def fronts(
     Empty without checkpoints.
     """
     tested = experiment.pool.tested
-    found: dict[Key, Front] = {}
+    front_of: dict[Key, Front] = {}
     for (name, task), result in results.items():
         measured = result.history.milestones[0]
         if measured:
             front = esft.front(measured.values(), tested[task])
             right, left = front
             run.curve(f"esft/{name}/front/{task}", left.mean(axis=1), "share", x=right)
-            found[name, task] = front
+            front_of[name, task] = front
     gaps: dict[str, list[Any]] = {}
     for (one, other), task in product(PAIRS, tested):
-        if {(one, task), (other, task)} <= set(found):
-            gap = 100 * esft.at_equal_accuracy(found[one, task], found[other, task])
+        if {(one, task), (other, task)} <= set(front_of):
+            first = front_of[one, task]
+            second = front_of[other, task]
+            gap = 100 * esft.at_equal_accuracy(first, second)
             place = f"esft/equal/{one}_minus_{other}"
             run.record(f"{place}/{task}/general_accuracy", gap.mean(), "percent_points")
             gaps.setdefault(place, []).append(gap)
@@ -494,7 +496,7 @@ def fronts(
             "percent_points",
             np.ravel(by_task),
         )
-    return found
+    return front_of
 
 
 def cost(model: nn.Module, train: datasets.Dataset, **recipe: Any) -> dict[str, float]:

@@ -258,14 +258,14 @@ class Targets:
     @cached_property
     def valid(self) -> dict[str, Any]:
         """Annotated rows that are no shots, encoded: by these rates are chosen."""
-        found: dict[str, Any] = {}
+        encoded: dict[str, Any] = {}
         for target, case in self.cases.items():
             used = {row["prompt"] for row in case.shots}
             annotated = self.pool.annotated[target]
             spare = [row for row in annotated if row["prompt"] not in used]
             last = spare[-self.settings["valid_rows"] :]
-            found[target] = data.encode(last, self.tokenizer, max_length=LONGEST)
-        return found
+            encoded[target] = data.encode(last, self.tokenizer, max_length=LONGEST)
+        return encoded
 
     @cached_property
     def observed(self) -> dict[str, Any]:
@@ -452,16 +452,16 @@ def tables(
         for target, task in pool.tested.items()
     }
     if "expert_lora" in targets.arms:
-        found: dict[str, pd.DataFrame] = {}
+        by_target: dict[str, pd.DataFrame] = {}
         for target in pool.tested:
-            found |= rocket.measure.untuned(
+            by_target |= rocket.measure.untuned(
                 targets.model,
                 targets.tokenizer,
                 {target: whole[target]},
                 pool.asked(target),
                 **how(targets.settings),
             )
-        answers["expert_lora"] = found
+        answers["expert_lora"] = by_target
     over = partial(rocket.measure.over_targets, tested=pool.tested)
     return {name: over(part) for name, part in answers.items()}
 

@@ -115,9 +115,8 @@ def largest(blocks: Iterable[Tensor], key: Key, count: int) -> Largest:
 def _cached(blocks: Iterable[Tensor]) -> Iterator[Tensor]:
     """Split the blocks of a stream on a CPU into what its cache holds."""
     for block in blocks:
-        yield from block.split(
-            ROWS if block.device.type == "cpu" else max(len(block), 1)
-        )
+        rows = ROWS if block.device.type == "cpu" else max(len(block), 1)
+        yield from block.split(rows)
 
 
 def _floored(held: list[Largest], count: int) -> tuple[list[Largest], float]:
@@ -248,7 +247,7 @@ def near(rows: Tensor, size: int, threshold: float) -> Pairs:
     """Return the pairs i < j above the threshold, i among the first ``size`` rows, in order."""
     first_rows = rows[:size]
     columns = max(1, COSINES[rows.device.type] // size)
-    found = []
+    blocks = []
     for start in range(0, len(rows), columns):
         # [size, columns].
         cosines = product(first_rows, rows[start : start + columns].T)
@@ -256,8 +255,8 @@ def near(rows: Tensor, size: int, threshold: float) -> Pairs:
         if start < size:
             close.triu_(1 - start)  # i < j alone
         pairs = close.nonzero()
-        found.append(pairs + torch.tensor([0, start], device=rows.device))
-    first, second = torch.cat(found).T
+        blocks.append(pairs + torch.tensor([0, start], device=rows.device))
+    first, second = torch.cat(blocks).T
     order = first.sort(stable=True).indices
     return first[order], second[order]
 

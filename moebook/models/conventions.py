@@ -58,9 +58,8 @@ def items(content: Any) -> Iterator[tuple[str, Any]]:
 def check_values(content: Mapping[str, Any], where: object) -> None:
     """Refuse numbers of a configuration with which a model computes nonsense."""
     for key, value in items(content):
-        if isinstance(
-            value, Mapping
-        ):  # transformers writes NaN as {"__float__": "NaN"}
+        if isinstance(value, Mapping):
+            # Transformers writes NaN as {"__float__": "NaN"}.
             value = TAGGED.get(str(value.get("__float__")))
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -167,10 +166,9 @@ def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
     name. Whole numbers alone name a token: "9" and 9.5 do not (E-CONFIG).
     """
     ends = {tokenizer.eos_token_id}
-    listed = getattr(
-        getattr(_host(model), "generation_config", None), "eos_token_id", None
-    )
-    for token in listed if isinstance(listed, list | tuple) else [listed]:
+    generation = getattr(_host(model), "generation_config", None)
+    named = getattr(generation, "eos_token_id", None)  # one, a list of them, or None
+    for token in named if isinstance(named, list | tuple) else [named]:
         if token is None:
             continue
         if not isinstance(token, Integral) or isinstance(token, bool):

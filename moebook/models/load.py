@@ -297,11 +297,14 @@ def telling(folder: Path, what: str) -> Iterator[None]:
 @contextmanager
 def _at_most(tensors: int, elements: int) -> Iterator[None]:
     """Stop a model that registers more, as by a config.json that no memory holds."""
-    left = [tensors, elements]
+    tensors_left = tensors
+    elements_left = elements
 
     def check(module: nn.Module, name: str, parameter: Tensor) -> None:
-        left[:] = left[0] - 1, left[1] - parameter.numel()
-        if min(left) < 0:
+        nonlocal tensors_left, elements_left
+        tensors_left -= 1
+        elements_left -= parameter.numel()
+        if min(tensors_left, elements_left) < 0:
             most = f"{tensors} tensors or {elements} elements"
             raise ValueError(
                 f"config.json promises over {most}, far more than the weights have"

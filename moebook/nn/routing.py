@@ -113,9 +113,8 @@ class Trace:
         With a KV cache S covers the past too: the last columns belong to this pass.
         """
         mask = self.attention_mask if attention_mask is None else attention_mask
-        if (
-            attention_mask is not None and attention_mask.dim() != 4
-        ):  # which is a block mask
+        is_block_mask = attention_mask is not None and attention_mask.dim() == 4
+        if attention_mask is not None and not is_block_mask:
             shapes(
                 "balance", {"attention_mask": (attention_mask, "B S", "real")}, empty=""
             )

@@ -72,10 +72,8 @@ def stored(model: nn.Module, base: nn.Module) -> int:
     known = {_digest(tensor) for tensor in base.state_dict().values()}
     added = {_digest(part): part.nbytes for part in model.state_dict().values()}
     for part in [part for part in model.modules() if isinstance(part, SplitExperts)]:
-        for name in (
-            "gate_up_proj",
-            "down_proj",
-        ):  # whose chosen rows stand in for frozen ones
+        # Its chosen rows stand in for frozen ones.
+        for name in ("gate_up_proj", "down_proj"):
             added[_digest(getattr(part.frozen, name))] -= getattr(part, name).nbytes
     return sum(size for digest, size in added.items() if digest not in known)
 

@@ -204,21 +204,27 @@ class Store:
             sizes = f"{needed} bytes needed, {shutil.disk_usage(self.folder).free} free"
             kept = f"step {step} not saved, {sizes}; earlier ones are untouched"
             raise told(error, kept) from None
-        for old in self.steps()[:-KEPT] if processes()[0] == 0 else ():
+        if processes()[0] == 0:
+            self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Drop all but marks and the newest `KEPT`."""
+        for old in self.steps()[:-KEPT]:
             if old not in self.marks:
                 path = self.folder / f"step-{old}"
-                shutil.rmtree(path.rename(path.with_name(f".trash-{path.name}")))
+                # Renamed first: what a kill leaves half removed is no checkpoint.
+                trash = path.rename(path.with_name(f".trash-{path.name}"))
+                shutil.rmtree(trash)
 
     def restore(
-        self, model: nn.Module, optimizer: Optimizer, rates: LambdaLR, step: int
+        self, model: nn.Module, optimizer: Optimizer, schedule: LambdaLR, step: int
     ) -> History:
         """Go back to a step's checkpoint and return its history; refuse damage and others'."""
         path = self.folder / f"step-{step}"
-        found = checkpoint.verify(path) | storage.read_json(path / FACTS)
+        facts = checkpoint.verify(path) | storage.read_json(path / FACTS)
         with located(path):
-            kept = _Kept(
-                **{name: found[name] for name in _Kept.__annotations__ if name in found}
-            )
+            names = facts.keys() & _Kept.__annotations__.keys()
+            kept = _Kept(**{name: facts[name] for name in names})
             history = History(**kept.history)
         if {*map(len, history.columns().values())} != {step}:
             refuse(
@@ -227,34 +233,37 @@ class Store:
             )
         there = _place(kept.versions.get("torch"), kept.threads, kept.processes)
         here = _place(versions()["torch"], torch.get_num_threads(), processes()[1])
-        if (
-            here != there
-        ):  # a checkpoint from elsewhere: the run goes on, with other rounding
+        if here != there:
+            # A checkpoint from elsewhere: the run goes on, with other rounding.
             warnings.warn(
                 f"W-REPRO: {path} is from {there}, this is {here}", stacklevel=2
             )
-        old = kept.settings
-        changed = sorted(
-            key for key, value in self.run.items() if old.get(key) != value
-        )
-        if changed:
-            shown = ", ".join(
-                f"{key} {old.get(key)} -> {self.run[key]}" for key in changed
-            )
-            refuse(
-                "E-CONFIGDIFF",
-                f"{self.folder} holds another run ({shown}); name a new folder",
-            )
+        self._refuse_other(kept.settings)
+
         whole = path / TENSORS
         if whole.is_file() and not self.shards:
             tensors = checkpoint.unpacked(whole)
         else:
             tensors = _read(path, _changing(model) | _moments(_order(model, optimizer)))
         restore(model, optimizer, tensors)
-        rates.last_epoch = step
-        for group, factor in zip(optimizer.param_groups, rates.lr_lambdas, strict=True):
+        schedule.last_epoch = step
+        factors = schedule.lr_lambdas
+        for group, factor in zip(optimizer.param_groups, factors, strict=True):
             group["lr"] = group["initial_lr"] * factor(step)
         return history
+
+    def _refuse_other(self, run: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another run than this one (E-CONFIGDIFF)."""
+        changes = []
+        for key, value in sorted(self.run.items()):
+            if run.get(key) != value:
+                changes.append(f"{key} {run.get(key)} -> {value}")
+        if changes:
+            listed = ", ".join(changes)
+            refuse(
+                "E-CONFIGDIFF",
+                f"{self.folder} holds another run ({listed}); name a new folder",
+            )
 
     def steps(self) -> list[int]:
         """The steps after which there is a checkpoint, in order."""

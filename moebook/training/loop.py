@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from numbers import Integral
@@ -99,17 +99,13 @@ def fit(
     device = next(model.parameters()).device
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=plan.bf16)
 
-    with ExitStack() as cleanup:
-        # Random states and training mode stay as they were.
-        cleanup.enter_context(
-            torch.random.fork_rng([device] if device.type == "cuda" else [])
-        )
-        cleanup.callback(model.train, model.training)
-        cleanup.enter_context(plain(model))
+    with _undisturbed(model, device), ExitStack() as cleanup:
         with autocast():
             check(model, loss=True)
         marks = _marks(milestones)
         accelerator, shards = processes.join(model, plan, shards)
+        rank = accelerator.process_index
+        world = accelerator.num_processes
         widen(model)
 
         store = checkpoints.store_of(
@@ -131,6 +127,8 @@ def fit(
         trained = shards.twin(model) if shards else model
         wrapped, optimizer = accelerator.prepare(trained, make_optimizer(trained, plan))
         schedule = make_schedule(optimizer, plan, total)
+
+        # Go on from the newest checkpoint, if there is one.
         measure = partial(_measure, model, trained, milestones)
         history = History(milestones=[{} for _ in milestones])
         if store:
@@ -139,62 +137,63 @@ def fit(
             )
         else:
             checkpoints.check_marks(marks, 0, total)
+        done = len(history.step)
+        seconds_before = history.seconds[-1] if done else 0.0
+        began = time.perf_counter() - seconds_before
         processes.release(model, trained)
 
+        # A batch of B rows comes in parts: one after another in a process, or one a process.
+        parts = plan.accumulate * world
         inner = accelerator.unwrap_model(wrapped)
-        parts = plan.accumulate * accelerator.num_processes
-        done = len(history.step)
-        began = time.perf_counter() - (history.seconds[-1] if done else 0.0)
         for step in runtime.progress(range(done, total), label, total - done):
             measure(step, history)
 
             # Dropout and noise depend on the seed and the step alone.
-            _seed(plan.seed, step, accelerator.process_index)
+            _seed(plan.seed, step, rank)
             wrapped.train()
-            labels = torch.tensor(batches.labels(step), device=accelerator.device)
-            sums = torch.zeros(2, dtype=torch.double).to(labels.device)
+            label_count = torch.tensor(batches.labels(step), device=accelerator.device)
+            # Of loss and penalty, over the parts.
+            sums = torch.zeros(2, dtype=torch.double).to(label_count.device)
 
-            # A batch of B rows in parts: one after another in a process, or one a process.
-            for part in range(
-                accelerator.process_index, parts, accelerator.num_processes
-            ):
+            for part in range(rank, parts, world):
                 batch, share = batches.part(step, part, parts)
                 batch = send_to_device(batch, accelerator.device)
-                is_last = part + accelerator.num_processes >= parts
+                is_last = part + world >= parts
                 with _exchanging(accelerator, wrapped, is_last):
                     # The mean over all labels of the batch, whatever part they are in.
+                    asked = {"num_items_in_batch": label_count, "use_cache": False}
                     with autocast():
-                        loss = wrapped(
-                            **batch, num_items_in_batch=labels, use_cache=False
-                        ).loss
+                        loss = wrapped(**batch, **asked).loss
                     # Losses are summed over the parts, but gradients averaged over the processes.
-                    loss = loss * accelerator.num_processes
+                    loss = loss * world
                     extra = torch.zeros_like(loss)
                     if penalty:
-                        extra = _extra(penalty, inner) * (
-                            accelerator.num_processes * share
-                        )
+                        # A mean over tokens, so it counts by the part's share of them.
+                        extra = _extra(penalty, inner) * (world * share)
                     accelerator.backward(loss + extra)
                 sums += torch.stack([loss.detach(), extra.detach()])
+                del loss, extra  # and with them the graph
 
+            # Nothing moves unless the whole batch's loss, penalty and gradient are finite.
             norm = float(accelerator.clip_grad_norm_(wrapped.parameters(), plan.clip))
-            loss, extra = accelerator.reduce(sums, "mean").tolist()
-            if not math.isfinite(loss + extra + norm):
+            batch_loss, batch_extra = accelerator.reduce(sums, "mean").tolist()
+            if not math.isfinite(batch_loss + batch_extra + norm):
                 trained.zero_grad()
                 processes.gather(model, trained)
-                _stop(step, loss, extra, norm, batches, store)
+                _stop(step, batch_loss, batch_extra, norm, batches, store)
 
             optimizer.step()
             schedule.step()
             trained.zero_grad()
+
+            tokens_before = history.tokens[-1] if history.tokens else 0
             history.add(
                 step=step + 1,
-                loss=loss,
-                penalty=extra,
+                loss=batch_loss,
+                penalty=batch_extra,
                 norm=norm,
                 seconds=time.perf_counter() - began,
-                tokens=batches.tokens(step)
-                + (history.tokens[-1] if history.tokens else 0),
+                tokens=tokens_before + batches.tokens(step),
             )
             if store:
                 store.save_if_due(trained, optimizer, history, total)
@@ -203,6 +202,18 @@ def fit(
         processes.gather(model, trained)
         _measure(model, model, milestones, total, history)
     return history
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put random states and training mode back after the block, in which the loss is `plain`."""
+    mode = model.training
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            with plain(model):
+                yield
+        finally:
+            model.train(mode)
 
 
 def _marks(milestones: Milestones) -> frozenset[int]:

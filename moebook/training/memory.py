@@ -33,9 +33,8 @@ def step_memory(model: nn.Module, batch: Mapping[str, Tensor]) -> StepMemory:
     What trains becomes float32 or wider first, as in `fit`. The model may be any module; a batch
     of token ids ``[B, T]`` is checked.
     """
-    if hasattr(
-        model, "get_input_embeddings"
-    ):  # else it is called with whatever it takes
+    # Any other module is called with whatever it takes.
+    if hasattr(model, "get_input_embeddings"):
         check_batch("step_memory", model, batch, needs=["labels"])
     widen(model)
 

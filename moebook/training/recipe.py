@@ -127,9 +127,8 @@ def _paged(model: nn.Module, groups: list[dict[str, Any]], recipe: Recipe) -> Op
         from bitsandbytes import optim
     manager = optim.GlobalOptimManager.get_instance()
     for module in model.modules():
-        if isinstance(
-            module, nn.Embedding
-        ):  # 8 bits are too few for it, its authors say
+        # For embeddings 8 bits are too few, say the authors of bitsandbytes.
+        if isinstance(module, nn.Embedding):
             manager.register_module_override(module, "weight", {"optim_bits": 32})
     bits = 8 if recipe.optimizer == "paged_8bit" else 32
     return optim.AdamW(groups, betas=recipe.betas, is_paged=True, optim_bits=bits)

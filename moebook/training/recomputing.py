@@ -8,7 +8,6 @@ from typing import Any
 
 def recompute(model: Any) -> None:
     """Let a model of transformers keep no activations inside its layers when it trains."""
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # of the name, which transformers is changing
+    # Transformers is changing a name, and warns of it.
+    with warnings.catch_warnings(action="ignore"):
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -114,17 +114,15 @@ def write(
 ) -> None:
     """Write a new, sealed folder as `checkpoint.write` does, each process its own shards."""
     first = runtime.processes()[0] == 0
-    local = {
-        n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()
-    }
+    local: dict[str, Tensor] = {}  # this process's part of each
+    for name, tensor in tensors.items():
+        local[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def begin() -> Path:
         checkpoint.check_finite(local, "cannot be saved")
-        return (
-            stack.enter_context(checkpoint.building(target, **facts))
-            if first
-            else target
-        )
+        if first:
+            return stack.enter_context(checkpoint.building(target, **facts))
+        return target
 
     def fill() -> None:
         if not stage.is_dir():
@@ -133,8 +131,9 @@ def write(
                 f"{stage.parent} is not the first process's: checkpoints of several "
                 "machines need a folder that all of them share",
             )
-        for name, content in files.items() if first else ():
-            (stage / name).write_bytes(content)
+        if first:
+            for name, content in files.items():
+                (stage / name).write_bytes(content)
 
     def shards() -> None:
         writer = HuggingFaceStorageWriter(str(stage), save_distributed=True)

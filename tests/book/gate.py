@@ -86,9 +86,8 @@ def main(site):
     with tempfile.TemporaryDirectory() as profile:
         browser = Chromium(installed(), profile)
         for page in sorted(Path(site).resolve().rglob("*.html")):
-            if (
-                "_static" in page.parts or page.name == "index.html"
-            ):  # which leads to the first
+            # The index only leads to the first page.
+            if "_static" in page.parts or page.name == "index.html":
                 continue
             found = list(faults(browser, page))
             print(

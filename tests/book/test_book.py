@@ -109,14 +109,12 @@ def _render(folder):
     shutil.copytree(ROOT / "notebooks", folder / "notebooks")
     for name in ("moebook", "tests", "_config.yml"):
         (folder / name).symlink_to(ROOT / name)
-    for path in (folder / "notebooks").glob(
-        "01_pesc.*.yaml"
-    ):  # of which one decides here
+    # Of PESC's protocols one alone decides here.
+    for path in (folder / "notebooks").glob("01_pesc.*.yaml"):
         head = re.sub(r"# Decides: .*\n", "", path.read_text())
-        mine = "# Decides: pesc.sparse-beats-dense\n" * (
-            path.name == "01_pesc.nano.yaml"
-        )
-        path.write_text(mine + head)
+        if path.name == "01_pesc.nano.yaml":
+            head = "# Decides: pesc.sparse-beats-dense\n" + head
+        path.write_text(head)
     for page in book.notebook_pages(folder):
         copy = folder / "book" / "notebooks" / f"{page}.ipynb"
         write_run(copy.with_suffix(".parquet"), _run(page[3:], "smoke"))

@@ -101,9 +101,8 @@ def test_the_smallest_effect_that_a_pool_sees_stands_beside_the_papers(folder):
     row = _row(CLAIM.id, _pool(0.8, step=4))
     (verdict,) = row.verdicts
     seen = verdicts.amount(CLAIM, verdict.deciding.visible).lstrip("+")
-    assert (
-        verdict.deciding.visible > verdict.deciding.smallest
-    )  # half an interval: seen by luck
+    # The smallest is half an interval: an effect of its size is seen by luck.
+    assert verdict.deciding.visible > verdict.deciding.smallest
     page = pages.page(
         "ledger", rows=[row, _row("pesc.none")], places=pages.Places(folder)
     )

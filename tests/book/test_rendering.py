@@ -28,18 +28,18 @@ rendering.render(Path.cwd(), place=sys.argv[1] or None)"""
 
 def editions(project):
     """The editions that the rendered pages name; a page that is not whole fails."""
-    found = set()
+    numbers = set()
     for path in (project / "_build" / "html").glob("*.html"):
         text = path.read_text(encoding="utf-8")
         assert (
             path.name in ("index.html", "genindex.html", "search.html")
             or "</html>" in text
         )
-        found |= {
+        numbers |= {
             number for number in range(99) if f"This is edition {number}." in text
         }
     assert len(list((project / "_build" / "html").glob("page_*.html"))) == PAGES
-    return found
+    return numbers
 
 
 def start(project, place):

@@ -150,13 +150,13 @@ def barred():
 
 def escapes(everything, *where):
     """Name the probes that got somewhere."""
-    found = []
+    escaped = []
     for name, probe in {
         **everywhere(*where),
         **(barred() if everything else {}),
     }.items():
         try:
-            found += [name] if probe() else []
+            escaped += [name] if probe() else []
         except BaseException:
             continue
-    return found
+    return escaped

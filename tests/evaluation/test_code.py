@@ -107,9 +107,8 @@ def test_a_hostile_program_reaches_nothing_outside_and_its_probes_work(
         ran = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True
         )
-        assert ran.stdout.strip() == ", ".join(
-            hostile.everywhere(*where)
-        )  # without the barrier
+        # Without the barrier it gets everywhere.
+        assert ran.stdout.strip() == ", ".join(hostile.everywhere(*where))
     assert [path.read_text() for path in tmp_path.iterdir()] == ["dead"]
 
 
@@ -219,9 +218,9 @@ def test_programs_are_written_judged_and_kept(
         asked.append([byte_tokenizer.decode(ids) for ids in contexts])
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return (
-            right[: len(contexts)] if "half" in asked[-1][0] else [PROGRAM["code"]] * 4
-        )
+        if "half" in asked[-1][0]:
+            return right[: len(contexts)]
+        return [PROGRAM["code"]] * 4
 
     monkeypatch.setattr(model.InMemory, "answer", answer)
     how = {"data": tmp_path, "batch_size": 8, "keep": tmp_path / "kept"}
@@ -235,12 +234,8 @@ def test_programs_are_written_judged_and_kept(
         UserWarning, match="W-CODE: humaneval: 3 of 12 programs, invalid: it is emp"
     ):
         table = evaluation.evaluate(host, byte_tokenizer, names, **how)
-    assert [len(texts) for texts in asked] == [
-        8,
-        4,
-        4,
-        4,
-    ]  # the second batch again, then MBPP
+    # The second batch is asked again, then MBPP.
+    assert [len(texts) for texts in asked] == [8, 4, 4, 4]
     assert table.correct.tolist() == pytest.approx([5 / 6] * 3 + [1.0])
     assert asked[-1][0].count("[BEGIN]") == 4
     assert asked[-1][0].endswith("[BEGIN]\n")

@@ -328,9 +328,8 @@ def of_a_family(request):
         AutoConfig.for_model(request.param, **SIZES | sizes)
     )
     for parameter in model.parameters():
-        if (
-            parameter.ndim > 1 and parameter.std() < 0.1
-        ):  # some start so small that all is alike
+        # Some start so small that all answers are alike.
+        if parameter.ndim > 1 and parameter.std() < 0.1:
             nn.init.normal_(parameter, std=0.3)
     return model.eval(), keeps
 
@@ -506,13 +505,19 @@ def test_the_likelihood_is_that_of_the_answer_with_its_end(llama, tokenizer):
     assert table.answer.tolist() == [row["answer"] for row in rows]
 
 
+def random_states():
+    """Of torch's, NumPy's and Python's generators."""
+    return torch.get_rng_state().numpy(), np.random.get_state(), random.getstate()
+
+
 def test_evaluation_leaves_mode_random_states_and_screen_alone(llama, tokenizer, capfd):
     llama.train()
-    states = lambda: torch.get_rng_state().numpy(), np.random.get_state, random.getstate
-    torch.manual_seed(3), np.random.seed(3), random.seed(3)
-    before = [state() for state in states]
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    before = random_states()
     first = evaluation.evaluate(llama, tokenizer, ["gcd"], limit=2)
-    np.testing.assert_equal([state() for state in states], before)
+    np.testing.assert_equal(random_states(), before)
     assert llama.training
     again = evaluation.evaluate(llama, tokenizer, ["gcd"], limit=2)
     assert first.equals(again)

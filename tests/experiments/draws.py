@@ -98,20 +98,20 @@ def changes(name, draw, *, affordable=False):
     What is ``affordable`` runs within seconds at smoke.
     """
     declared = sources.find(ROOT, name).parameters
-    names = [one for one in declared if one not in ELSEWHERE]
+    names = [other for other in declared if other not in ELSEWHERE]
     chosen = draw.sample(names, draw.randint(1, 4))
     if affordable and "arms" not in chosen:
         chosen.append("arms")
     if affordable and "again" in names and "again" not in chosen:
         chosen.append("again")
-    found = {}
-    for one in chosen:
-        if one in ("arms", "again"):
-            found[one] = arms(name, draw, affordable=affordable)
+    drawn = {}
+    for parameter in chosen:
+        if parameter in ("arms", "again"):
+            drawn[parameter] = arms(name, draw, affordable=affordable)
         else:
-            found[one] = value(declared[one], draw, affordable=affordable)
-    parameters.check(declared, found, "-p")
-    return found
+            drawn[parameter] = value(declared[parameter], draw, affordable=affordable)
+    parameters.check(declared, drawn, "-p")
+    return drawn
 
 
 def value(parameter, draw, *, affordable):
@@ -143,7 +143,11 @@ def value(parameter, draw, *, affordable):
         low + 1e-6,
         min(high, low + 1) - 1e-6,
     ]
-    ends = [low] * (left == "[") + [high] * (right == "]")
+    ends = []
+    if left == "[":
+        ends.append(low)
+    if right == "]":
+        ends.append(high)
     return draw.choice(inside + ends)
 
 

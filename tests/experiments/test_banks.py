@@ -129,17 +129,17 @@ def test_three_rankings_of_every_lora_are_told_and_kept(cases):
     nobody = case([1, 2, 3, 4, 9], [5, 1, 3, 2, 4], [False] * 5)
     assert BANKS.solver(nobody, dict.fromkeys(NAMES)) == "b"
 
-    kept = {}
+    curves = {}
 
     class Run:
         def curve(self, name, y, unit):
-            kept[name] = list(y), unit
+            curves[name] = list(y), unit
 
     BANKS.record_rankings(Run(), "own", "task", 1, table)
-    assert kept["banks/own/task/1/R_D"] == ([1, 1, 1, 0, 0], "count")
-    assert kept["banks/own/task/1/accuracy"][1] == "share"
+    assert curves["banks/own/task/1/R_D"] == ([1, 1, 1, 0, 0], "count")
+    assert curves["banks/own/task/1/accuracy"][1] == "share"
     BANKS.record_choice(Run(), "forced", "own", "task", 1, ("e", "a"), NAMES)
-    assert kept["banks/own/task/1/chosen/forced"] == ([1, 0, 0, 0, 1], "count")
+    assert curves["banks/own/task/1/chosen/forced"] == ([1, 0, 0, 0, 1], "count")
 
 
 def test_the_two_banks_differ_in_where_each_lora_starts_and_no_pair_shares_a_start():

@@ -242,14 +242,14 @@ BY_HAND = {
 @pytest.mark.parametrize("name", BY_HAND)
 def test_an_arm_is_what_its_method_makes_of_the_base(name):
     config, sparse = BY_HAND[name]
-    made = []
+    both = []
     for make in (
         lambda base: experiments.pesc.ARMS[name].make(base, given()),
         lambda base: pesc.prepare(base, config, sparse=sparse),
     ):
         torch.manual_seed(0)
-        made.append(make(models.load("nano")[0]))
-    one, other = made
+        both.append(make(models.load("nano")[0]))
+    one, other = both
     assert one.pesc.config == other.pesc.config == config
     trained = []
     for model in (one, other):
@@ -293,15 +293,15 @@ class Kept:
 @pytest.fixture
 def calls(monkeypatch):
     """What `fit` is called with; nothing is trained, and losses are the distance from 0.02."""
-    kept = []
+    fits = []
 
     def fit(model, rows, **how):
-        kept.append(how | {"recomputes": model.is_gradient_checkpointing})
+        fits.append(how | {"recomputes": model.is_gradient_checkpointing})
         return SimpleNamespace(loss=[3.0, 2.0])
 
     monkeypatch.setattr(module, "fit", fit)
-    monkeypatch.setattr(module, "nats", lambda *_, **__: abs(kept[-1]["lr"] - 0.02))
-    return kept
+    monkeypatch.setattr(module, "nats", lambda *_, **__: abs(fits[-1]["lr"] - 0.02))
+    return fits
 
 
 def started(**changes):
@@ -330,9 +330,8 @@ def test_rates_are_tried_alike_for_every_arm_and_the_best_is_trained(calls):
         for arm in ("dense", "sparse")
         for rate in (0.01, 0.02, 0.04)
     ]
-    assert all(
-        how["recomputes"] for how in calls
-    )  # a trial takes no more memory than the run
+    # A trial takes no more memory than the run.
+    assert all(how["recomputes"] for how in calls)
     assert chosen.by_arm == {"dense": 0.02, "sparse": 0.02}
     assert chosen.ends == {}
     calls.clear()

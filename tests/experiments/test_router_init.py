@@ -268,6 +268,5 @@ def test_an_arm_is_trained_as_by_hand_and_looked_at_where_its_plan_says(monkeypa
     assert [how["penalty"] for how in tried] == [None] * 2 + [
         upcycling.balance_loss
     ] * 4
-    assert chosen.by_arm == dict.fromkeys(
-        arms, 0.002
-    )  # tried first, so of least "loss"
+    # The rate that was tried first, so of the least "loss".
+    assert chosen.by_arm == dict.fromkeys(arms, 0.002)

@@ -40,12 +40,18 @@ class Row:
     more: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # By argument, kinds that may end in the library's own error: what is of a wrong type.
     own: Mapping[str, str] = field(default_factory=dict)
-    settings: tuple[
-        str, ...
-    ] = ()  # arguments that stay as they are: checked by another test
+    # Arguments that stay as they are: checked by another test.
+    settings: tuple[str, ...] = ()
     # Arguments of several values, which may come in any form that can be gone through.
     several: tuple[str, ...] = ()
     tolerance: float = 1e-4
+
+
+def must(fits: bool) -> bool:
+    """Raise where arguments have no truth: what is called with them has to refuse them."""
+    if not fits:
+        raise ValueError("no truth")
+    return True
 
 
 def flaws(value: Any, place: str) -> Iterator[Flaw]:
@@ -389,7 +395,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 def numbers(value: Any) -> list[np.ndarray]:
     """The numbers of a result, in float64."""
-    found = []
+    arrays = []
     for leaf in leaves(value):
         if isinstance(leaf, Tensor):
             leaf = leaf.detach().cpu()
@@ -398,8 +404,8 @@ def numbers(value: Any) -> list[np.ndarray]:
         if isinstance(leaf, (bool, int, float, np.number, np.bool_)):
             leaf = np.array(float(leaf))
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-            found.append(leaf.astype(complex if leaf.dtype.kind == "c" else float))
-    return found
+            arrays.append(leaf.astype(complex if leaf.dtype.kind == "c" else float))
+    return arrays
 
 
 def form(value: Any) -> list[str]:

@@ -30,10 +30,7 @@ from tests.lab.run import test_study
 
 FREEING = ("unlink", "rmdir", "rename", "replace")
 CALLS = (*FREEING, "open", "write", "fsync", "mkdir", "chmod")
-HANDLES = (
-    "write",
-    "fsync",
-)  # take an open file, of which the system's complaint names none
+HANDLES = ("write", "fsync")  # take an open file: the system's complaint names none
 ERRORS = (errno.ENOSPC, errno.EACCES, errno.EIO)
 
 
@@ -221,10 +218,14 @@ def test_a_disk_that_fails_at_any_call_loses_nothing(
         assert found in (before, after, None), f"call {at}: {found}"
         if found != after:
             act(folder, 2)
-        word = "old" if found == before else "new" if found == after else "missing"
-        figures(
-            "disk", f"{act.__name__}, {errno.errorcode[number]}", faults=1, **{word: 1}
-        )
+        if found == before:
+            left = "old"
+        elif found == after:
+            left = "new"
+        else:
+            left = "missing"
+        fault = f"{act.__name__}, {errno.errorcode[number]}"
+        figures("disk", fault, faults=1, **{left: 1})
         # Where all is new, a lock may be left that could not be removed, until the next sweep.
         rest = [
             name

@@ -64,8 +64,10 @@ class Toy:
         if moment is not None:
             time.sleep(moment)
             kernels = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            for one in (pid, *(kernels if self.draw.random() < 0.5 else ())):
-                os.kill(int(one), signal.SIGKILL)
+            if self.draw.random() >= 0.5:
+                kernels = []
+            for process in (pid, *kernels):
+                os.kill(int(process), signal.SIGKILL)
         return self.forks.end()
 
     def steps(self):

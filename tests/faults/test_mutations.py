@@ -75,16 +75,16 @@ def junk(draw: random.Random) -> Any:
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
     """Every container of a tree with each of its keys or indices."""
-    found = []
+    pairs = []
     level = [tree]
     while level:
-        one = level.pop()
-        inside = one.items() if isinstance(one, dict) else enumerate(one)
-        for key, value in inside:
-            found.append((one, key))
+        container = level.pop()
+        is_dict = isinstance(container, dict)
+        for key, value in container.items() if is_dict else enumerate(container):
+            pairs.append((container, key))
             if isinstance(value, dict | list):
                 level.append(value)
-    return found
+    return pairs
 
 
 def change_tree(tree: Any, draw: random.Random) -> Any:
@@ -287,6 +287,7 @@ def test_a_changed_file_is_refused_or_reads_as_it_was(
         figures("mutations", name, mutations=1, **WORDS | {word: 1})
         if word in ("tracebacks", "hangs") or (word == "changed" and kind.promised):
             wrong.append(f"{number}: {word}: {shown}")
-        path.rmdir() if path.is_dir() else None
+        if path.is_dir():
+            path.rmdir()
         path.write_bytes(content)
     assert not wrong, f"{len(wrong)} of {name}\n" + "\n".join(wrong[:12])

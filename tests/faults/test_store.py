@@ -59,10 +59,8 @@ def write(number, processes, folder, meet, told):
     """Run, publish and add to a pool, each time at once with the others; tell what became of it."""
     runner._papermill = executed
     for turn in range(ROUNDS):
-        for seed in (
-            0,
-            turn * processes + number + 1,
-        ):  # all runs of one key, then of its own
+        # First all processes run one key, then each its own.
+        for seed in (0, turn * processes + number + 1):
             meet.wait(60)
             more = {"folder": folder, "force": True}
             done = outcome(runner.run_notebook, "toy", "smoke", {"seed": seed}, **more)

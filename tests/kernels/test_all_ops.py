@@ -88,9 +88,8 @@ each = pytest.mark.parametrize(("op", "argument"), EACH)
 ROUTED = ("experts", "split_experts", "adapters")
 
 
-@pytest.mark.parametrize(
-    "op", [op for op in OPS if op != "groups"]
-)  # which has one alone
+# Of groups there is one implementation alone.
+@pytest.mark.parametrize("op", [op for op in OPS if op != "groups"])
 def test_an_implementation_that_is_not_there_is_refused(op):
     changed(op)
     refused(f"E-IMPL: {op}: no implementation impl='cuda'", op, impl="cuda")

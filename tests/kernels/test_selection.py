@@ -23,16 +23,15 @@ def literal(similarity, worth, size, inverse=False):
     keys = []
     for group in listed:
         alike = sum(Fraction(similarity[i][j]) for i, j in combinations(group, 2))
-        keys.append(
-            (alike < 0, alike) if inverse else alike
-        )  # inverse: negative sums last
+        # The largest inverse comes first, so negative sums come last.
+        keys.append((alike < 0, alike) if inverse else alike)
     ordered = sorted(keys)
-    found = []
+    groups = []
     for group, key in zip(listed, keys, strict=True):
         rank = ordered.index(key) + 1
         total = rank + sum(worth[member] for member in group)
-        found.append((total, group, rank))
-    return sorted(found)
+        groups.append((total, group, rank))
+    return sorted(groups)
 
 
 @st.composite

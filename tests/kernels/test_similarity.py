@@ -239,9 +239,8 @@ def test_many_blocks_keep_what_the_literal_loops_keep(problem, ordered, rule):
 
 @impls
 def test_on_a_chain_the_two_rules_differ_and_of_equal_keys_the_earlier_goes(impl):
-    angles = torch.deg2rad(
-        torch.tensor([0.0, 20, 40])
-    )  # each is near to the next alone
+    # Each row is near to the next alone.
+    angles = torch.deg2rad(torch.tensor([0.0, 20, 40]))
     chain = torch.stack([angles.cos(), angles.sin()], 1)
     key = torch.tensor([0.9, 0.8, 0.7])
     chain.requires_grad_()

@@ -166,9 +166,8 @@ def test_tasks_are_swapped_on_one_base_and_published_as_the_authors_do(
         )
     each(lambda tensor: tensor[None].clone())(tmp_path / "b")
     refused("E-SHAPE", esft.load, model, tmp_path / "b")
-    assert torch.equal(
-        model(**batch).logits, want["a"]
-    )  # a refused swap leaves what was there
+    # A refused swap leaves what was there.
+    assert torch.equal(model(**batch).logits, want["a"])
     assert fingerprint(esft.restore(model)) == before
     assert all(p.requires_grad for p in model.parameters())
 

@@ -102,9 +102,8 @@ def test_experts_of_another_form_are_refused_before_anything_is_touched(
     base = fingerprint(model)
     message = f"E-MODEL: layer 0: .*, {difference}; expected"
     refused(message, esft.specialise, model, selection_of(model))
-    if (
-        kind == "longcat_flash"
-    ):  # whose weights have the usual shapes without experts of no weight
+    if kind == "longcat_flash":
+        # Without experts of no weight its weights have the usual shapes.
         plain = of_family(kind, zero_expert_num=0)
         refused(message, esft.specialise, plain, selection_of(plain))
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
@@ -260,10 +259,8 @@ def test_what_does_not_fit_is_refused_and_the_model_untouched(
     }
     for sign, what in signs.items():  # of experts that compute otherwise
         with monkeypatch.context() as patch:
-            for owner in (
-                experts,
-                type(experts),
-            ):  # flags are the module's, the gate its class's
+            # Flags are the module's, the gate its class's.
+            for owner in (experts, type(experts)):
                 patch.setattr(owner, sign, lambda self, pre: pre, raising=False)
             with pytest.raises(
                 Refusal, match=f"E-MODEL: layer 0: OlmoeExperts .* {what}"

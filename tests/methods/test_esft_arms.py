@@ -268,17 +268,15 @@ def test_half_mass_concentration_overlap_and_switches_of_scores_worked_by_hand()
     given = scores([0.6, 0.2, 0.1, 0.1], [0.25] * 4, [0.1, 0.4, 0.2, 0.3])
     assert esft.half_mass(given) == {0: 0.25, 1: 0.5, 2: 0.5}
     shares = esft.concentration(scores([0.1, 0.2, 0.1, 0.0], [0.0, 0.0, 0.0, 1.0]))
-    assert shares == pytest.approx(
-        [0.75, 0.125, 0.125, 0]
-    )  # each layer ranked by itself
+    # Each layer ranks its experts by itself; then the mean.
+    assert shares == pytest.approx([0.75, 0.125, 0.125, 0])
     both = {"a": scores([0.4, 0.3, 0.2, 0.1]), "b": scores([0.1, 0.2, 0.3, 0.4])}
     table = esft.overlap(both, both, 2)
     assert table.T.to_dict() == {"a": {"a": 2, "b": 0}, "b": {"a": 0, "b": 2}}
     first = scores([0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1])
     second = scores([0.1, 0.4, 0.3, 0.2], [0.3, 0.4, 0.1, 0.2])
-    assert (
-        esft.overlap({"a": first}, {"b": second}, 2).loc["a", "b"] == 1.5
-    )  # of two layers
+    # One expert in the first layer, two in the second: their mean.
+    assert esft.overlap({"a": first}, {"b": second}, 2).loc["a", "b"] == 1.5
     # Two experts reach 0.6, whichever is the better; of the total of 0.8 that one does alone.
     pooled = {"tokens": scores([0.5, 0.2, 0.1]), "samples": scores([0.1, 0.5, 0.2])}
     table = esft.switches(pooled, {"gate": 0.6})

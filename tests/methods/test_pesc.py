@@ -157,9 +157,8 @@ def test_balance_gradient_reaches_every_router_and_the_released_form_none(host, 
         norms = torch.stack([router.weight.grad.norm() for router in routers(model)])
         assert norms.min() > 1e-5 if alive else norms.max() < 1e-8
         assert pull == pytest.approx(norms.norm().item(), rel=1e-5)
-        assert value == pytest.approx(
-            pesc.balance_loss(model).item() / 2, rel=1e-6
-        )  # two layers
+        of_a_layer = pesc.balance_loss(model).item() / 2
+        assert value == pytest.approx(of_a_layer, rel=1e-6)
     dense = pesc.prepare(host(), pesc.Config(**SMALL), sparse=False)
     without = pesc.prepare(host(), pesc.Config(**SMALL, balance="none"))
     assert pesc.balance_loss(dense).item() == pesc.balance_loss(without).item() == 0
@@ -210,9 +209,8 @@ def test_literal_zero_start_never_trains_the_adapters_while_the_fixed_one_does(
             (model(**batch).loss + pesc.balance_loss(model)).backward()
             optimiser.step()
         node = routers(model)[0].trace.decisions[0].logits.grad_fn
-        with pytest.raises(
-            RuntimeError, match="already been freed"
-        ):  # none outlives its step
+        # No graph outlives its step.
+        with pytest.raises(RuntimeError, match="already been freed"):
             _ = node._saved_self if hasattr(node, "_saved_self") else node._saved_mat2
         ups = [layer.experts.up.abs().max().item() for layer in anatomy(model).layers]
         assert (min(ups) > 0) == moves
@@ -294,11 +292,8 @@ def test_presets_differ_where_paper_and_code_do_and_unusable_settings_are_refuse
     other = pesc.Config(
         **sizes, served_scale=0.5, adapter_scale=2.0, balance_weight=0.3
     )
-    for name in (
-        "paper",
-        "released",
-        "fixed",
-    ):  # a reading keeps sizes and host of another
+    # A reading keeps sizes and host of another.
+    for name in ("paper", "released", "fixed"):
         assert replace(other, **pesc.reading(name)) == pesc.Config.preset(name, **sizes)
     for changes, message in (
         ({"top_k": 9}, r"E-RANGE: top_k is 9, expected 1 to 8 \(experts\)"),

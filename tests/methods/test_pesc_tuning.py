@@ -337,10 +337,8 @@ def test_a_cell_writes_the_claims_value_at_the_scale(claim, scale):
     assert re.fullmatch(written(*chosen.items()), claim.value), "no cell records it"
     for reference in claim.values[1:]:
         smaller = {**chosen, "mix": settings(scale, "")["mix"]}
-        both = (
-            written(*chosen.items()),
-            written(*smaller.items()),
-        )  # of two runs with `mix`
+        # The two sides may stand in two runs, with a ``mix`` each.
+        both = (written(*chosen.items()), written(*smaller.items()))
         assert re.fullmatch("|".join(both), reference), "no cell records the other side"
 
 

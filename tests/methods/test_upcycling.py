@@ -83,11 +83,11 @@ def test_scaled_is_eq_2_times_one_over_the_mean_kept_probability_of_a_layer(
     for points, weights, factor in zip(
         inputs.points, wide.weights, start.factors, strict=True
     ):
-        kept = []
+        shares = []
         for token in points.double():
             exps = [float(torch.dot(row, token).exp()) for row in weights.double()]
-            kept.append(sum(sorted(exps)[-top_k:]) / sum(exps))
-        assert float(factor) == pytest.approx(len(kept) / sum(kept), rel=1e-5)
+            shares.append(sum(sorted(exps)[-top_k:]) / sum(exps))
+        assert float(factor) == pytest.approx(len(shares) / sum(shares), rel=1e-5)
 
     model = sparse(copy.deepcopy(dense), start, top_k=top_k, combine="scaled")
     plain = sparse(copy.deepcopy(dense), wide, top_k=top_k)

@@ -70,9 +70,8 @@ def test_transposed_experts_show_their_own_width():
     assert layer.width == 40
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing:FutureWarning"
-)  # PEFT 0.21
+# PEFT 0.21 reads what transformers is giving up.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_a_peft_wrapper_is_looked_through_and_experts_that_it_adapts_are_shown_as_they_were():
     model = build("Mixtral", **MIXTURES["Mixtral"])
     decoder = model.model

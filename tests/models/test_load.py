@@ -87,9 +87,8 @@ def test_a_tokenizer_without_a_pad_token_pads_with_its_end_of_sequence_token(fol
     assert len(filled) > 0
     assert set(filled.tolist()) == {tokenizer.eos_token_id}
     edit(folder / "tokenizer_config.json", pad_token="<|bos|>")
-    assert (
-        models.load(str(folder))[1].pad_token_id == 0
-    )  # a number that is false is kept
+    # A token's number that is false, 0, is kept.
+    assert models.load(str(folder))[1].pad_token_id == 0
 
 
 def test_a_hub_model_is_read_at_its_commit_whole_or_in_shards(hub, tiny):

@@ -14,11 +14,8 @@ from moebook.lab.run import parameters, sources
 from recipes import gpu
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = (
-    "kernels",
-    "notebooks",
-    "mid-moe",
-)  # steps whose code other tests run on a CPU
+# Steps whose code other tests run on a CPU.
+ELSEWHERE = ("kernels", "notebooks", "mid-moe")
 TOY = """
 import sys, time
 from pathlib import Path

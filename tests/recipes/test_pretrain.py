@@ -305,11 +305,8 @@ def test_the_first_steps_of_the_shipped_bases_repeat_from_their_recipes(
     monkeypatch.setattr(pretraining, "prepare", lambda *_: (tokenizer, described))
     monkeypatch.setattr(pretraining, "streams", lambda *_: streams)
     for name, recipe in recipes.items():
-        for key in (
-            "mixture",
-            "vocabulary",
-            "seed",
-        ):  # what tokenizer and corpus are made from
+        # Tokenizer and corpus are made from these.
+        for key in ("mixture", "vocabulary", "seed"):
             assert getattr(recipe, key) == getattr(nano, key)
         assert manifests[name]["corpus"] == described
         shipped = (BASES / name / "tokenizer.json").read_bytes()

@@ -62,10 +62,8 @@ def test_dtypes_are_resolved_or_refused(monkeypatch):
 
 
 def test_a_stopwatch_measures_time_and_the_blocks_own_peak_memory():
-    with (
-        runtime.stopwatch() as big,
-        mmap.mmap(-1, 240_000_000) as fresh,
-    ):  # never reused memory
+    # Mapped memory is never reused memory.
+    with runtime.stopwatch() as big, mmap.mmap(-1, 240_000_000) as fresh:
         for page in range(0, len(fresh), mmap.PAGESIZE):
             fresh[page] = 1
     with runtime.stopwatch() as lap:

@@ -118,9 +118,8 @@ def test_flops_of_attention_and_of_onednn_are_counted(dense):
         budget.measured(model, [batch], None) for model in (dense.base, eager)
     )
     scores = batch["input_ids"].shape[1] * batch["input_ids"].numel() * 2 * 128
-    assert (
-        fused - plain == 4 * scores
-    )  # the backward pass computes the scores of 4 layers again
+    # The backward pass of the fused one computes the scores of 4 layers again.
+    assert fused - plain == 4 * scores
     left = torch.randn(256, 256)
     right = torch.randn(256, 256)
     with budget.Flops() as counted:

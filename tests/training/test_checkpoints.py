@@ -91,9 +91,8 @@ def test_a_resumed_run_is_the_whole_one_bit_for_bit(
         f"model.{name}" for name, p in lora().named_parameters() if p.requires_grad
     }
     assert {name for name in tensors if name.startswith("model.")} == trained
-    assert len(tensors) == 4 * len(
-        trained
-    )  # weight, two moments, the optimizer's own step
+    # Each has a weight, two moments and the optimizer's own step.
+    assert len(tensors) == 4 * len(trained)
 
 
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW32bit"])

@@ -201,17 +201,23 @@ def test_a_bad_loss_stops_at_its_step_before_any_parameter_moves(
     assert all(p.grad is None for p in model.parameters())
 
 
+def random_states():
+    """Of torch's, NumPy's and Python's generators."""
+    return torch.get_rng_state().numpy(), np.random.get_state(), random.getstate()
+
+
 def test_training_leaves_the_surroundings_as_they_were(
     tiny, rows, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.chdir(tmp_path)
     model = tiny()
     verbosity = logging.get_verbosity()
-    states = lambda: torch.get_rng_state().numpy(), np.random.get_state, random.getstate
-    torch.manual_seed(11), np.random.seed(11), random.seed(11)
-    before = [state() for state in states]
+    torch.manual_seed(11)
+    np.random.seed(11)
+    random.seed(11)
+    before = random_states()
     fit(model, rows(), steps=2, batch=4, pad_id=2)
-    np.testing.assert_equal([state() for state in states], before)
+    np.testing.assert_equal(random_states(), before)
     assert logging.get_verbosity() == verbosity
     assert model.config.use_cache
     assert not model.training
@@ -344,10 +350,8 @@ def test_a_resumed_run_is_measured_at_the_steps_of_the_whole_run(
         Refusal, match="milestone at step 2: the training goes from step 6 to 10"
     ):
         fit(lora(), rows(), **settings, **folder, milestones=at(2, 8))
-    for steps in (
-        (6, 8, 10),
-        (10,),
-    ):  # from step 6, then a run that is finished already
+    # It goes on from step 6; then the run is finished already.
+    for steps in ((6, 8, 10), (10,)):
         history = fit(lora(), rows(), **settings, **folder, milestones=at(*steps))
         got = history.milestones[0]
         assert len(got) == len(steps)

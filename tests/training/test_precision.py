@@ -37,9 +37,8 @@ def test_full_training_of_a_16_bit_host_is_that_of_its_float32_copy(dtype, tiny,
     losses = [fit(model, rows(), steps=6, **RECIPE).loss for model in (ours, theirs)]
     assert losses[0] == losses[1]
     assert dtypes(ours, trained=True) == {torch.float32}
-    assert (
-        ours.lm_head.weight is ours.model.embed_tokens.weight
-    )  # tied before and after
+    # They were tied before, and still are.
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight
     after = weights(ours)
     assert all(torch.equal(part, after[name]) for name, part in weights(theirs).items())
     moved = [

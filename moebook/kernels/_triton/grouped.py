@@ -225,9 +225,8 @@ def _weight_gradient(
     right_column = tl.program_id(0) % tl.cdiv(WIDE, BJ) * BJ
     total = tl.zeros((BI, BJ), dtype=tl.float32)
     whole = start
-    if (
-        TMA
-    ):  # it does not stop at the expert's last row, so the rest is for the loop below
+    if TMA:
+        # It does not stop at the expert's last row, so the rest is for the loop below.
         whole = start + (end - start) // BK * BK
         for first in range(start, whole, BK):
             a = left_blocks.load([first, left_column])

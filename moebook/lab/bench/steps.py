@@ -45,9 +45,8 @@ def pesc_step(
     host = frozen_host(copy.deepcopy(base))
     config = pesc.Config(experts=E, top_k=K, adapter_width=R, host="lora", lora_rank=16)
     sparse = pesc.prepare(base, config).train()
-    for parameter in trained(
-        sparse
-    ):  # where half of them are zero, so are most gradients
+    # Half of them start at zero, and with them most gradients would be zero.
+    for parameter in trained(sparse):
         nn.init.normal_(parameter, std=0.02)
     if bits == 64:
         sparse.double()

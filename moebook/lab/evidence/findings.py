@@ -128,7 +128,7 @@ def _sizes(measured: Measurement) -> str:
 def _tasks(measured: Measurement) -> Iterator[str]:
     """Say on how many tasks the mean effect is as claimed, and without which it would not be so."""
     parts = measured.parts
-    kind = "domains" if {*measured.parts} <= store.DOMAINS else "tasks"
+    kind = "domains" if {*parts} <= store.DOMAINS else "tasks"
     if len(parts) < 2:
         return
     good = sum(one > 0 for one in measured.by_task.values())
@@ -137,10 +137,11 @@ def _tasks(measured: Measurement) -> Iterator[str]:
         return
     if not measured.stands():
         yield f"not so if {kind} weighed alike"
-    elif needed := [
-        task.partition("/")[0] for task in parts if not measured.stands(task)
-    ]:
-        yield f"the result rests on {' and on '.join(needed)}"
+        return
+    needed = [task for task in parts if not measured.stands(without=task)]
+    if needed:
+        names = [task.partition("/")[0] for task in needed]
+        yield f"the result rests on {' and on '.join(names)}"
 
 
 def scatter(measured: Measurement) -> str:
@@ -261,7 +262,8 @@ def differences(
     for pool, pairs in parts:
         for line, (name, other) in pairs.items():
             effects = pool.effects(name, other)
-            if not len(effects) or not (ends := interval(effects)):
+            ends = interval(effects) if len(effects) else None
+            if not ends:
                 continue
             unit = next(iter(pool.values(name).values())).unit
             panel, factor = PANELS.get(unit, (unit, 1.0))

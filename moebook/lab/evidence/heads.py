@@ -51,9 +51,9 @@ def read(folder: Path) -> list[Design]:
             head = notebook.head(protocol)
             if MARK not in head:
                 continue
-            told = notebook.facts(protocol)
+            said = notebook.facts(protocol)
             pool = pools.get(protocol)
-            facts = {fact: text for fact, text in told.items() if fact in DECIDED}
+            facts = {fact: text for fact, text in said.items() if fact in DECIDED}
             facts |= _computed(facts, pools, protocol, folder)
             facts |= _departures(folder, notebook, protocol, pool)
             arms = str(notebook.settings(protocol).get("arms", "")).split(",")
@@ -92,29 +92,29 @@ def _departures(
     """
     if pool is None:
         return {}
-    found = {}
-    told = notebook.facts(protocol)
-    if SEEDS in told:
-        others = told.get(OTHERS, told[SEEDS])
-        planned = {*study.seeds(told[SEEDS]), *study.seeds(others)}
+    departures = {}
+    facts = notebook.facts(protocol)
+    if SEEDS in facts:
+        others = facts.get(OTHERS, facts[SEEDS])
+        planned = {*study.seeds(facts[SEEDS]), *study.seeds(others)}
         ran = planned.intersection(pool.seeds)
         if len(ran) < len(planned):
-            found["Stopped early"] = f"{len(ran)} of {len(planned)} seeds ran"
+            departures["Stopped early"] = f"{len(ran)} of {len(planned)} seeds ran"
         added = set(pool.seeds).difference(planned)
         if added:
-            found["Seeds added later"] = ", ".join(map(str, sorted(added)))
+            departures["Seeds added later"] = ", ".join(map(str, sorted(added)))
     path = notebook.path.with_name(f"{notebook.path.stem}.{protocol}.yaml")
     first = min(pool.runs, key=lambda run: str(run.manifest.get("date", "")))
     before = storage.files.at(first.manifest.get("commit"), path, folder)
     if before is not None:
         changes = _changes(before, path.read_text(encoding="utf-8"))
         if changes:
-            found["Changed after its first run"] = ", ".join(changes)
+            departures["Changed after its first run"] = ", ".join(changes)
         planned_arms = _told(before).get("arms", notebook.defaults.get("arms", ""))
         more_arms = _added(pool, str(planned_arms))
         if more_arms:
-            found["Arms added later"] = ", ".join(more_arms)
-    return found
+            departures["Arms added later"] = ", ".join(more_arms)
+    return departures
 
 
 def _added(pool: Pool, planned: str) -> list[str]:
@@ -138,13 +138,13 @@ def _told(text: str) -> dict[str, str]:
 
     A fact that stands on several lines, as ``Decides`` may, is all of them.
     """
-    told: dict[str, str] = {}
+    facts: dict[str, str] = {}
     for line in text.splitlines():
         remark = line.startswith("#")
         name, colon, value = line.lstrip("# ").partition(": ")
         if colon and (not remark or name in (*DECIDED, "Decides")):
-            told[name] = f"{told[name]}, {value}" if name in told else value
-    return told
+            facts[name] = f"{facts[name]}, {value}" if name in facts else value
+    return facts
 
 
 def filled(text: str, pools: Mapping[str, Pool], home: str) -> str:
@@ -192,7 +192,7 @@ def _computed(
 
     The chance is simulated from the spread on record.
     """
-    found: dict[str, str] = {}
+    computed: dict[str, str] = {}
     ran = pools.get(protocol)
     planned = all(name in facts for name in DECIDED[:4])
     effects = _on_record(facts, pools, folder) if planned else None
@@ -204,18 +204,20 @@ def _computed(
         had = len(ran.seeds) if ran else 0
         if 1 < had < number:
             said += f", {seen(had):.0%} with the {had} that have run"
-        found["Chance to see it"] = said
+        computed["Chance to see it"] = said
     if ran is None:
-        return found
+        return computed
     measure = facts.get(PRIMARY, "")
     if re.fullmatch(r"\S+/\S+ less \S+( and \S+)*", measure):
-        found["Found"] = filled(f"{{{measure}}}", pools, f"{ran.notebook}/{protocol}")
+        computed["Found"] = filled(
+            f"{{{measure}}}", pools, f"{ran.notebook}/{protocol}"
+        )
     held = ran.at_end(*ran.rates)
     if held:
-        found["At an end of its rates"] = held
+        computed["At an end of its rates"] = held
     took = [float(run.manifest["seconds"]) for run in ran.runs]
     shortest = duration(min(took))
     longest = duration(max(took))
     alike = shortest == longest
-    found["A run took"] = shortest if alike else f"{shortest} to {longest}"
-    return found
+    computed["A run took"] = shortest if alike else f"{shortest} to {longest}"
+    return computed

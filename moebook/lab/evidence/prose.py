@@ -181,7 +181,8 @@ class Evidence:
         found = replace(found, printed=claim.claimed, status=status)
         if match["all"] and verdict.together:
             found = replace(found, effects=verdict.together.effects)
-        if task := match["task"]:
+        task = match["task"]
+        if task:
             found = replace(found, effects=_others(verdict.shown.parts, task, where))
         if not match["less"]:
             return found
@@ -286,8 +287,8 @@ def pages(folder: Path, rows: Sequence[Row]) -> dict[str, str]:
         return {}
     pools = {name: store.pools(name, folder) for name in sources.notebooks(folder)}
     evidence = Evidence(pools, rows)
-    found = dict[str, str]()
+    texts = dict[str, str]()
     for path in paths:
         text = path.read_text(encoding="utf-8")
-        found[f"found_{path.stem}"] = filled(text, evidence, f"{PLACE}/{path.name}")
-    return found
+        texts[f"found_{path.stem}"] = filled(text, evidence, f"{PLACE}/{path.name}")
+    return texts

@@ -325,7 +325,7 @@ def row(claim: Claim, pools: Iterable[Pool], deciders: Collection[str] = ()) -> 
         measured = measure(claim, pool)
         if measured:
             scales.setdefault(pool.scale, []).append(measured)
-    found = []
+    verdicts = []
     for scale, every in sorted(scales.items(), key=lambda pair: store.size(pair[0])):
         deciding = [one for one in every if one.pool.protocol in deciders]
         if not deciding and all(one.exact for one in every):
@@ -338,8 +338,8 @@ def row(claim: Claim, pools: Iterable[Pool], deciders: Collection[str] = ()) -> 
             )
         first = deciding[0] if deciding else None
         others = tuple(one for one in every if one is not first)
-        found.append(Verdict(claim, scale, first, others))
-    return Row(claim, tuple(found))
+        verdicts.append(Verdict(claim, scale, first, others))
+    return Row(claim, tuple(verdicts))
 
 
 def _day(measured: Measurement) -> str:
@@ -370,22 +370,21 @@ def ledger(
 
 def _marked(row: Row, sure: Collection[Decision]) -> Row:
     """Mark the verdicts that survive the correction and rest on `MARKED` seeds."""
-    marked = tuple(
-        replace(
-            verdict,
-            survives=Decision(row.claim.id, verdict.scale) in sure
-            and verdict.shown.seeds >= MARKED,
-        )
-        for verdict in row.verdicts
-    )
-    return replace(row, verdicts=marked)
+    marked = []
+    for verdict in row.verdicts:
+        is_sure = Decision(row.claim.id, verdict.scale) in sure
+        survives = is_sure and verdict.shown.seeds >= MARKED
+        marked.append(replace(verdict, survives=survives))
+    return replace(row, verdicts=tuple(marked))
 
 
 def _frozen(verdict: Verdict) -> None:
     """Refuse a claim that was changed after a run of the pool that decides it (E-CLAIM)."""
     measured = verdict.deciding
     claim = verdict.claim
-    for run in measured.pool.runs if measured else ():
+    if measured is None:
+        return
+    for run in measured.pool.runs:
         then: Mapping[str, str] = run.manifest.get("claims", {})
         if then.get(claim.id, claim.frozen) != claim.frozen:
             refuse(
@@ -458,7 +457,7 @@ def _tests_a_direction(measured: Measurement) -> bool:
 
 def seeds(number: int) -> str:
     """Write a number of seeds."""
-    return f"{number} seed" + "s" * (number != 1)
+    return "1 seed" if number == 1 else f"{number} seeds"
 
 
 def span(claim: Claim, low: float, high: float) -> str:

@@ -91,7 +91,7 @@ def _recorded(
     notebook: str, kind: str, folder: Path
 ) -> list[tuple[Run, str, dict[str, Any]]]:
     """Find curves ``notebook/kind/task/measure/key``: run, task, and points by measure and key."""
-    found = []
+    curves = []
     pools = store.pools(notebook, folder, shown=True).values()
     for pool in sorted(pools, key=lambda pool: pool.rank, reverse=True):
         tasks: dict[str, dict[str, Any]] = {}
@@ -100,8 +100,8 @@ def _recorded(
             if (root, what) == (notebook, kind):
                 task, measure, key = path
                 tasks.setdefault(task, {}).setdefault(measure, {})[key] = curve.y
-        found += [(pool.last, task, measured) for task, measured in tasks.items()]
-    return found
+        curves += [(pool.last, task, measured) for task, measured in tasks.items()]
+    return curves
 
 
 def _name(run: Run, task: str) -> str:

@@ -104,8 +104,8 @@ def compared(measure: str) -> str:
         return f"`{measure}`"
     (place,) = differing
     quantity = "/".join(parts[place + 1 :])
-    told = f"{QUANTITIES.get(quantity, quantity)}, {parts[place]} less {others[place]}"
-    return told.replace("_", " ")
+    text = f"{QUANTITIES.get(quantity, quantity)}, {parts[place]} less {others[place]}"
+    return text.replace("_", " ")
 
 
 ENVIRONMENT = jinja2.Environment(
@@ -300,12 +300,13 @@ def withdrawn(folder: Path) -> str:
     """Return which runs were withdrawn for a fault in their design, why, and what that moved."""
     place = storage.part(folder, "results") / "withdrawn"
     listed = place / "withdrawn.yaml"
-    told = []
-    for entry in storage.read_yaml(listed) if listed.is_file() else ():
+    entries = []
+    written = storage.read_yaml(listed) if listed.is_file() else []
+    for entry in written:
         notebook, protocol = entry["runs"].split("/")
         paths = storage.files.own(place / notebook / protocol, "*.parquet")
         runs = [records.read_run(path) for path in paths]
-        told.append(
+        entries.append(
             {
                 **entry,
                 "notebook": notebook,
@@ -316,7 +317,7 @@ def withdrawn(folder: Path) -> str:
                 ),
             }
         )
-    return page("withdrawn", runs=told)
+    return page("withdrawn", runs=entries)
 
 
 def _moved(
@@ -344,7 +345,10 @@ def repeated(folder: Path) -> str:
     for name, notebook in sources.notebooks(folder).items():
         for protocol in notebook.protocols:
             other = notebook.facts(protocol).get(heads.OTHERS)
-            if other and (pool := store.pool(name, protocol, folder)):
+            if not other:
+                continue
+            pool = store.pool(name, protocol, folder)
+            if pool:
                 every.append((pool, other, verdicts.repeated(pool, study.seeds(other))))
     return page("repeated", pools=every)
 
@@ -366,10 +370,11 @@ def accelerated(folder: Path) -> str:
     steps = []
     place = folder / "results" / "gpu"
     listed = folder / "recipes" / "gpu.yaml"
-    for name, step in storage.read_yaml(listed).items() if listed.is_file() else ():
+    written = storage.read_yaml(listed) if listed.is_file() else {}
+    for name, step in written.items():
         path = place / f"{name}.json"
-        told = storage.read_json(path) if path.is_file() else {}
-        ran = [told[command] for command in step["commands"] if command in told]
+        recorded = storage.read_json(path) if path.is_file() else {}
+        ran = [recorded[command] for command in step["commands"] if command in recorded]
         steps.append((step, ran, storage.files.code(folder / step["code"])))
     return page("accelerated", steps=steps)
 
@@ -475,12 +480,13 @@ def _mend(
 def badge(run: Run, folder: Path) -> str:
     """Return what a live page's run cost, and where the pools of its notebook are."""
     manifest = run.manifest
-    machine = run.manifest["environment"]
+    machine = manifest["environment"]
+    peak = manifest["peak_memory"]
     facts = {
         "tier": run.tier,
         "seed": run.seed,
         "ran in": duration(manifest["seconds"]),
-        "peak memory": (peak := manifest["peak_memory"]) and size(peak),
+        "peak memory": size(peak) if peak else peak,
         "cores": f"{machine['cores']} × {machine['cpu']}",
         "accelerator": machine["accelerator"],
         "date": manifest["date"][:10],

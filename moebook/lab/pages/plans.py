@@ -45,10 +45,10 @@ def report(
     given = parameters.read_options(notebook.parameters, options)
     values = notebook.defaults | notebook.settings(protocol) | given
     on = planning.machine(gpu)
-    found = plans(name, values, gpu, **how)
+    planned = plans(name, values, gpu, **how)
     head = f"{name} at {protocol} on {on}, {on.gpu.memory / 1e9:.0f} GB each: {values['base']}"
-    frame = pd.DataFrame({plan.name: _column(plan) for plan in found})
-    hours = sum(plan.seconds for plan in found) / 3600
+    frame = pd.DataFrame({plan.name: _column(plan) for plan in planned})
+    hours = sum(plan.seconds for plan in planned) / 3600
     table = frame.to_string(line_width=100)
     return "\n\n".join([head, table, f"{hours:.1f} hours in all", NOTES])
 

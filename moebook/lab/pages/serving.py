@@ -104,18 +104,20 @@ def settled(folder: Path) -> dict[str, tuple[int, int]]:
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
     """Return when each source of the book was written, and its size, by its path."""
-    found = {}
+    written = {}
     for part in WATCHED:
         place = folder / part
-        for path in (place, *place.rglob("*")) if place.exists() else ():
+        if not place.exists():
+            continue
+        for path in (place, *place.rglob("*")):
             name = path.relative_to(folder).as_posix()
             if name.startswith(MADE) or storage.files.foreign(path.name):
                 continue
             with suppress(FileNotFoundError):  # it has just gone
                 state = path.stat()
                 if stat.S_ISREG(state.st_mode):
-                    found[name] = (state.st_mtime_ns, state.st_size)
-    return found
+                    written[name] = (state.st_mtime_ns, state.st_size)
+    return written
 
 
 def renew(changed: Sequence[str], folder: Path) -> int:

@@ -237,7 +237,9 @@ def _operands(paper: Paper, cell: Cell, rule: Rule) -> list[Any]:
 
 def _stated(paper: Paper) -> Iterator[Check]:
     path = folder(paper.name) / "stated.yaml"
-    for entry in read_yaml(path) if path.exists() else []:
+    if not path.exists():
+        return
+    for entry in read_yaml(path):
         place = f"{paper.name}/stated.yaml ({entry.get('sentence', '?')})"
         kind = entry.get("is")
         printed = str(entry["printed"])
@@ -277,7 +279,9 @@ def _select(paper: Paper, place: str, selection: Rule) -> list[Cell]:
             continue
         if agree(keys, cell.keys):
             cells.append(cell)
-    return cells or refuse("E-FORMAT", f"{place}: no cell matches {selection}")
+    if not cells:
+        refuse("E-FORMAT", f"{place}: no cell matches {selection}")
+    return cells
 
 
 def _stems(selection: Rule, name: str) -> set[str]:

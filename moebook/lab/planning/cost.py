@@ -215,7 +215,8 @@ def ways(start: Way, frozen: bool) -> Iterator[Way]:
     if not start.checkpointing:
         yield way
     while way.rows > 1:
-        yield (way := replace(way, rows=math.ceil(way.rows / 2)))
+        way = replace(way, rows=math.ceil(way.rows / 2))
+        yield way
     if frozen:
         yield replace(way, quantised=True)
     way = replace(way, engine="FSDP2", count=max(2, way.count))

@@ -44,10 +44,10 @@ def trainings(notebook: str, given: Given) -> list[Training]:
     if notebook in experiments.CHECKS:
         experiments.check(notebook, given)
     usual = _usual(notebook, given)
-    found: list[Training] = []
+    entries: list[Training] = []
     for name, method, own in TRAINED[notebook](given):
-        found.append(Training(**{**usual, "name": name, "method": method, **own}))
-    return found
+        entries.append(Training(**{**usual, "name": name, "method": method, **own}))
+    return entries
 
 
 def _usual(notebook: str, given: Given) -> dict[str, Any]:

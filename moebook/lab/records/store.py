@@ -432,10 +432,10 @@ def unsealed(folder: Path) -> dict[Path, list[str]]:
     """Say by folder which committed runs are altered, gone, or not on the list."""
     place = folder / "results"
     seals = _sealed(place)
-    there = files.own(place, "**/*.parquet")
+    present = files.own(place, "**/*.parquet")
     listed = [place / name for name in seals]
     faults: dict[Path, list[str]] = {}
-    for path in sorted({*there, *listed}):
+    for path in sorted({*present, *listed}):
         digest = files.digest(path)
         wanted = seals.get(path.relative_to(place).as_posix())
         if digest == wanted:

@@ -85,7 +85,9 @@ def ending(status: int) -> str:
     """Say how a process ended."""
     if status >= 0:
         return f"ended with status {status}"
-    return f"was killed by signal {-status}" + " (out of memory?)" * (status == -9)
+    number = -status
+    guess = " (out of memory?)" if number == signal.SIGKILL else ""
+    return f"was killed by signal {number}{guess}"
 
 
 def last_words(text: str) -> str:

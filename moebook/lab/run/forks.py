@@ -135,32 +135,61 @@ def end(pid: int) -> None:
 
 
 def become(command: list[str], env: dict[str, str], cwd: str, files: list[int]) -> None:
-    """Run a command as a new Python would: ``-c CODE`` or ``-m MODULE``, and its arguments."""
+    """Run a command as a new Python would: ``-c CODE`` or ``-m MODULE``, and its arguments.
+
+    A new one would have its own session, files, signals, folder, environment and search path.
+    """
     os.setsid()
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-        os.close(file)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    take_files(files)
+    forget_signals()
     os.chdir(cwd)
-    ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ.clear()
-    os.environ.update(env)
-    if "JPY_PARENT_PID" in env:  # a kernel ends when that is no longer its parent
-        os.environ["JPY_PARENT_PID"] = str(os.getppid())
-    theirs = env.get("PYTHONPATH", "").split(os.pathsep)
-    others = [place for place in sys.path if place not in ("", *ours)]
-    sys.path[:] = ["", *filter(None, theirs), *others]
+    sys.path[:] = search_path(env)
     importlib.invalidate_caches()
-    flag, text, *rest = command
-    sys.argv = [flag, *rest] if flag == "-c" else [text, *rest]
+    take_environment(env)
+
+    flag, text, *arguments = command
     if flag == "-m":
+        sys.argv = [text, *arguments]
         runpy.run_module(text, run_name="__main__", alter_sys=True)
     else:
+        sys.argv = [flag, *arguments]
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         exec(compile(text, "<string>", "exec"), vars(module))
+
+
+def take_files(files: list[int]) -> None:
+    """Make open files this process's input, output and errors: numbers 0, 1 and 2."""
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def forget_signals() -> None:
+    """Take back what `main` and `serve` said of signals."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def search_path(env: dict[str, str]) -> list[str]:
+    """Return where a new Python looks for modules: its folder, its PYTHONPATH, and what is usual.
+
+    Usual is what this process has but for its own PYTHONPATH.
+    """
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    usual = [place for place in sys.path if place not in ("", *own)]
+    named = env.get("PYTHONPATH", "").split(os.pathsep)
+    return ["", *filter(None, named), *usual]
+
+
+def take_environment(env: dict[str, str]) -> None:
+    """Replace the environment of this process."""
+    os.environ.clear()
+    os.environ.update(env)
+    if "JPY_PARENT_PID" in env:
+        # A kernel ends when this is no longer its parent: the process that forked it.
+        os.environ["JPY_PARENT_PID"] = str(os.getppid())
 
 
 if __name__ == "__main__":

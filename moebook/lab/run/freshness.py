@@ -27,18 +27,19 @@ def digest(folder: Path, parts: Sequence[str] = EVIDENCE) -> str:
     """Hash parts of a project (`_shown_elsewhere`), the versions of Python and of libraries."""
     places = {part: storage.part(folder, part) for part in parts}
     places["moebook"] = storage.files.PACKAGE
-    found: list[object] = [
+    content: list[object] = [
         platform.python_version(),
         sorted(runtime.versions().items()),
     ]
     for part, place in places.items():
         if place.is_file():
-            found.append((part, storage.digest(place)))
-        for path in storage.files.own(place, "**/*") if place.is_dir() else ():
+            content.append((part, storage.digest(place)))
+        paths = storage.files.own(place, "**/*") if place.is_dir() else []
+        for path in paths:
             if path.is_file() and "__pycache__" not in path.parts:
                 name = path.relative_to(place).as_posix()
-                found.append((part, name, _shown_elsewhere(path)))
-    return storage.text_digest(json.dumps(found))
+                content.append((part, name, _shown_elsewhere(path)))
+    return storage.text_digest(json.dumps(content))
 
 
 def _shown_elsewhere(path: Path) -> str | None:

@@ -83,8 +83,8 @@ def expected(declared: Mapping[str, Parameter], given: Mapping[str, Any]) -> str
 def _declaring(names: Collection[str], folder: Path) -> Notebook | None:
     """Find the notebook that declares parameters of these names; None where several do."""
     every = sources.notebooks(folder).values()
-    found = [one for one in every if one.parameters.keys() == {*names}]
-    return found[0] if len(found) == 1 else None
+    declaring = [one for one in every if one.parameters.keys() == {*names}]
+    return declaring[0] if len(declaring) == 1 else None
 
 
 def cost(notebook: str, tier: str, folder: Path) -> float:
@@ -98,8 +98,8 @@ def times(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     with storage.formed(path):
-        found: dict[str, Any] = storage.read_json(path)
-        return found
+        recorded: dict[str, Any] = storage.read_json(path)
+        return recorded
 
 
 def about(seconds: float) -> str:

@@ -305,23 +305,23 @@ def values(notebook: Any, mime: str = VALUE) -> tuple[Any, ...]:
 
 def warned(notebook: Any) -> list[str]:
     """Return our own warnings (W-IDLE, W-BASE ...) that cells left, in order, each once."""
-    found: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for _, cell in code_cells(notebook):
-        found |= dict.fromkeys(_warnings(cell))
-    return list(found)
+        lines |= dict.fromkeys(_warnings(cell))
+    return list(lines)
 
 
 def unreadable(notebook: Any) -> list[str]:
     """Say what a reader cannot read in figures (W-FIGURE), each with the name of its figure."""
-    found: dict[str, None] = {}
+    faults: dict[str, None] = {}
     for number, cell in code_cells(notebook):
         named = cell["metadata"].get("mystnb", {}).get("figure", {})
         name = named.get("name", f"of In [{number}]")
         for line in _warnings(cell):
             code, _, fault = line.partition(": ")
             if code == "W-FIGURE":
-                found[f"figure {name}: {fault}"] = None
-    return list(found)
+                faults[f"figure {name}: {fault}"] = None
+    return list(faults)
 
 
 def _warnings(cell: Any) -> Iterator[str]:

@@ -188,12 +188,12 @@ class Run:
         """Return a line: this run's value, the recorded runs' mean and interval, their seeds."""
         names = (measure,) if isinstance(measure, str) else measure
         mine = [self.witness.recorded.get(name) for name in names]
-        here = [value for value in mine if value]
+        present = [value for value in mine if value]
         line: dict[str, object] = dict.fromkeys(
             ("this run", "recorded runs", "95 % interval", "seeds", "study"), ABSENT
         )
-        if len(here) == len(names):
-            first, *rest = here
+        if len(present) == len(names):
+            first, *rest = present
             number = first.value - sum(value.value for value in rest)
             line["this run"] = _told(number, first.unit, is_difference=bool(rest))
         pool = _recorded(names, str(self.settings.get("base", "")))
@@ -205,11 +205,11 @@ class Run:
 
         effects = pool.effects(names[0], names[1] if len(names) > 1 else None)
         unit = next(iter(pool.values(names[0]).values())).unit
-        told = functools.partial(_told, unit=unit, is_difference=len(names) > 1)
-        line["recorded runs"] = told(effects.mean())
+        tell = functools.partial(_told, unit=unit, is_difference=len(names) > 1)
+        line["recorded runs"] = tell(effects.mean())
         ends = interval(effects)
         if ends:
-            low, high = map(told, ends)
+            low, high = map(tell, ends)
             low, *_ = low.split()  # the unit stands once
             line["95 % interval"] = f"{low} to {high}"
         return line | {"seeds": len(effects), "study": pool.protocol}

@@ -73,13 +73,11 @@ def install(
         layer.router.requires_grad_(selection.router)
         if layer.shared is not None:
             layer.shared.requires_grad_(selection.shared_experts)
-    free = {
-        n: p for n, p in model.named_parameters() if p.requires_grad and not p.is_meta
-    }
-    copies = {
-        name: parameter.detach().to("cpu", copy=True)
-        for name, parameter in free.items()
-    }
+    # What trains beside experts, as it was: by these the base comes back.
+    copies = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.is_meta:
+            copies[name] = parameter.detach().to("cpu", copy=True)
     for layer in layers:
         split = SplitExperts(layer.experts, selection.experts[layer.index])
         layer.mlp.experts = split.train(layer.experts.training)

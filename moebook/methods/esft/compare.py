@@ -206,15 +206,15 @@ def front(
 ) -> Front:
     """Read a `Front` off evaluations on a ``target`` and on general tasks, which count equally."""
     solved = []
-    kept = []
+    general = []
     for table in tables:
         refuse_unknown(target, set(table.asked), "E-NAME", f"'{target}' was not asked;")
         solved.append(table[table.asked == target].correct.mean())
         rest = table[table.asked != target]
-        kept.append(by_benchmark(rest, {name: name for name in rest.asked}).score)
-    if len({len(scores) for scores in kept}) > 1:
+        general.append(by_benchmark(rest, {name: name for name in rest.asked}).score)
+    if len({len(scores) for scores in general}) > 1:
         refuse("E-DATA", "the evaluations are of other general items: ask all the same")
-    return np.array(solved), np.array(kept)
+    return np.array(solved), np.array(general)
 
 
 def at_equal_accuracy(one: Front, other: Front) -> NDArray[np.float64]:

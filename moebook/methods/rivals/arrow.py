@@ -103,7 +103,7 @@ def prototypes(
     small SVDs). PEFT takes 15 power steps from a random start: over 40 random LoRAs of rank 16 the
     mean cosine with the truth was 0.84. The sign is arbitrary.
     """
-    found = {}
+    by_path = {}
     for path, (down, up) in factors.items():
         pair = {"down": (down, "N R D"), "up": (up, "N O R")}
         count = shapes(f"prototypes, {path}", pair, empty="")["N"]
@@ -126,8 +126,8 @@ def prototypes(
                 f"'{idle[0]}' has B A = 0 in {path}, so no direction: leave it out",
             )
         # The right vector of the largest value, turned back: Q v, [N, D].
-        found[path] = (q @ right[:, 0, :, None]).squeeze(-1)
-    return found
+        by_path[path] = (q @ right[:, 0, :, None]).squeeze(-1)
+    return by_path
 
 
 def attach(model: nn.Module, bank: Bank, config: Config, *, seed: int = 0) -> Tuned:

@@ -96,12 +96,10 @@ def tuned(
     def loss(weights: np.ndarray) -> float:
         fixed.weights.copy_(torch.from_numpy(weights))
         nats = training.nats(model, rows, pad_id=data.pad_id, batch=config.batch)
-        size = (
-            np.abs(weights).mean()
-            if config.penalty == "mean"
-            else np.abs(weights).sum()
-        )
-        nats /= config.batch if config.loss == "over_batch" else 1
+        if config.loss == "over_batch":
+            nats /= config.batch
+        sizes = np.abs(weights)
+        size = sizes.mean() if config.penalty == "mean" else sizes.sum()
         values.append(float(nats + STRENGTH * size))
         return values[-1]
 

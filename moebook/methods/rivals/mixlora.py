@@ -10,9 +10,10 @@ arXiv 2404.15159; code: TUDB-Labs/MixLoRA and TUDB-Labs/MoE-PEFT.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
@@ -204,25 +205,28 @@ def load(model: nn.Module, folder: str | Path) -> Tuned:
 
 def penalty(config: Config) -> Penalty:
     """Return the balance loss of the last pass, ``c K`` where routing is uniform."""
+    # The kernel's f is the share of all K slots together: K times it is their sum.
+    weight = config.coefficient * config.top_k  # c K
 
     def balance(model: nn.Module) -> Tensor:
-        found = mnn.routers(model)
-        if config.balance == "layer":
-            return config.coefficient * config.top_k * mnn.balance(found) / len(found)
-        trace = found[0].trace
-        decisions = [trace.decisions[router.layer] for router in found] if trace else []
-        mask = trace.padding(len(decisions[0].ids)) if trace else None
-        logits, ids = (
-            torch.cat(parts) for parts in list(zip(*decisions, strict=True))[:2]
-        )
-        mask = None if mask is None else mask.repeat(len(found))
-        return (
-            config.coefficient
-            * config.top_k
-            * kernels.balance_loss(logits, ids, mask=mask)
-        )
+        routers = mnn.routers(model)
+        if config.balance == "pooled":
+            return weight * _pooled(routers)
+        return weight * mnn.balance(routers) / len(routers)
 
     return balance
+
+
+def _pooled(routers: Sequence[mnn.Router]) -> Tensor:
+    """Return one term, ``E sum_e f_e P_e``, over the tokens of all L layers together."""
+    trace = cast(mnn.Trace, routers[0].trace)  # `_install` gave all routers the same
+    decisions = [trace.decisions[router.layer] for router in routers]
+    logits = torch.cat([decision.logits for decision in decisions])  # [L * T, E]
+    ids = torch.cat([decision.ids for decision in decisions])  # [L * T, K]
+    mask = trace.padding(len(decisions[0].ids))  # [T]
+    if mask is not None:
+        mask = mask.repeat(len(routers))  # the tokens of each layer are the same
+    return kernels.balance_loss(logits, ids, mask=mask)
 
 
 def _origin(model: nn.Module, config: Config) -> Origin:

@@ -140,7 +140,7 @@ def gates(
         "lr": config.lr,
         "batch": config.batch,
     }
-    found = {}
+    learnt = {}
     for name in bank:
         rows = data.rows if of_target else data.source(name)
         alone = tuning.attach(
@@ -158,9 +158,9 @@ def gates(
         vectors: dict[str, Tensor] = {}
         for path, part in alone.parts.items():
             vectors[path] = part.weigh.v.detach().clone()
-        found[name] = Learnt(vectors, before, after, alone.cost)
+        learnt[name] = Learnt(vectors, before, after, alone.cost)
         alone.detach()
-    return found
+    return learnt
 
 
 def tuned(

@@ -173,10 +173,10 @@ def fishers(
     Returns `fisher` of each by name: ``A [R, in]`` and ``B [out, R]`` a module.
     """
     sets = {name: data.source(name) for name in bank}
-    found: dict[str, dict[str, Tensor]] = {}
+    by_lora: dict[str, dict[str, Tensor]] = {}
     for name, rows in sets.items():
-        found[name] = fisher(model, bank[name], rows, form=config.fisher)
-    return found
+        by_lora[name] = fisher(model, bank[name], rows, form=config.fisher)
+    return by_lora
 
 
 @checked

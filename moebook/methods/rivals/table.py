@@ -115,9 +115,9 @@ def arms(
         table[f"{name}_shots"] = replace(table[name], data="D_K")
     for name in weighted:
         table[f"{name}_slow"] = replace(table[name], changes={"rate": SLOW})
-    changes["arrow"] = {"top_k": min(4, experts)}
+    few = changes | {"arrow": {"top_k": min(4, experts)}}
     for name in RIVALS[1:]:  # MixLoRA has no use for a bank
-        own = changes.get(name, {})
+        own = few.get(name, {})
         table[f"{name}_chosen"] = replace(table[name], bank="chosen", changes=own)
     for name in ("pems", "arrow"):
         given = table[name].changes

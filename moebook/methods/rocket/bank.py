@@ -279,8 +279,12 @@ def leaks(bank: Bank, rows: Sequence[Row], *, task: str) -> pd.DataFrame:
         data = lora.provenance.get("data")
         prompts = lora.provenance.get("prompts")
         shared = len(target & set(prompts or ()))
-        leak = bool(shared) or task in (data, name)
-        status = "leak" if leak else "unknown" if prompts is None else "clean"
+        if shared or task in (data, name):
+            status = "leak"
+        elif prompts is None:
+            status = "unknown"
+        else:
+            status = "clean"
         lines[name] = {"status": status, "shared": shared, "data": data}
     return pd.DataFrame.from_dict(lines, orient="index")
 

@@ -450,12 +450,12 @@ class _Patterns:
     ) -> set[str]:
         """Return the paths that match, or refuse a pattern that is none or takes too long."""
         try:
-            found = set()
+            matching = set()
             for path in paths:
                 seconds = max(self.end - time.process_time(), 1e-3)
                 if match(pattern, path, timeout=seconds):
-                    found.add(path)
-            return found
+                    matching.add(path)
+            return matching
         except (
             regex.error,
             TimeoutError,

@@ -126,9 +126,8 @@ def over_targets(
         )
         test = tested[target]
         for task in tables[target].task.unique():
-            if not f"{task}_".startswith(
-                f"{test}_"
-            ):  # as a subject of a benchmark does
+            # A subject of a benchmark begins with the benchmark's name.
+            if not f"{task}_".startswith(f"{test}_"):
                 refuse(
                     "E-DATA",
                     f"target '{target}' has rows of '{task}', '{test}' tests it",

@@ -394,11 +394,14 @@ def _listed(folder: Path) -> list[tuple[Path, int, int]]:
             after = f"{name}-{(int(number) + 1) % int(size):0{len(number)}}-of-{size}.parquet"
             if not (folder / after).exists():
                 refuse("E-SHARD", f"{folder / after} is missing; bring it back")
+        start = end
         with _opened(path) as file:
-            files.append((path, end, end := end + file.metadata.num_rows))
-    return files or refuse(
-        "E-SHARD", f"{folder} holds no parquet file; expected shards of rows"
-    )
+            end = start + file.metadata.num_rows
+        files.append((path, start, end))
+    if not files:
+        problem = f"{folder} holds no parquet file"
+        refuse("E-SHARD", f"{problem}; expected shards of rows")
+    return files
 
 
 @contextmanager

@@ -54,7 +54,9 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
             "E-SHAPE", f"the router start is {shape}, expected [L, E, D] = {expected}"
         )
     _check_factors(config, start)
-    if config.top_k == 1 < config.experts and (cancelling := normed(host, layers)):
+    # A norm divides what it reads by its size, and with it a weight that is the only one.
+    cancelling = normed(host, layers) if config.top_k == 1 < config.experts else []
+    if cancelling:
         why = f"norms follow the FFNs of layers {cancelling}, so that a token's only weight cancels"
         hint = "take top_k=2, and noise for a gradient from the first step on"
         text = f"W-ROUTER: {why}: only the balance loss reaches their routers; {hint}"

@@ -325,7 +325,8 @@ def _source(layer: Layer, tensor: Source) -> nn.Module:
     ):
         return layer.mlp  # OLMo 2, EXAONE 4: the MLP reads the residual stream as it is
     for name in (before, "post_attention_layernorm"):
-        if isinstance(norm := getattr(layer.block, name, None), nn.Module):
+        norm = getattr(layer.block, name, None)
+        if isinstance(norm, nn.Module):
             return norm
     refuse(
         "E-MODEL",

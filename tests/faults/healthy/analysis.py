@@ -39,7 +39,7 @@ def true_purity(points, labels, seed):
         raise ValueError("points")
     if not isinstance(seed, int) or not 0 <= seed < 2**32 or not len(labels):
         raise ValueError("seed")
-    found = []
+    lines = []
     kinds = labels.unique()
     for layer, part in enumerate(points.double()):
         if (part.square().sum(-1) > 1e38).any() or len(kinds) > 2:
@@ -50,8 +50,8 @@ def true_purity(points, labels, seed):
         for one in (side, ~side):
             right += float(max((labels[one] == kind).sum() for kind in kinds))
         largest = max((labels == kind).double().mean() for kind in kinds)
-        found.append((layer, right / len(labels), float(largest)))
-    return pd.DataFrame(found, columns=["layer", "purity", "largest"])
+        lines.append((layer, right / len(labels), float(largest)))
+    return pd.DataFrame(lines, columns=["layer", "purity", "largest"])
 
 
 def true_project(points, method, seed):
@@ -243,14 +243,14 @@ def shares():
 
 def by_router(frame):
     """The shares as lists by router and domain, or an error where they are none."""
-    found = {}
+    shares = {}
     for _, line in frame.iterrows():
-        found.setdefault((line.layer, line.router), {}).setdefault(line.domain, {})
-        mine = found[line.layer, line.router][line.domain]
+        shares.setdefault((line.layer, line.router), {}).setdefault(line.domain, {})
+        mine = shares[line.layer, line.router][line.domain]
         if line.expert in mine or line.slots < 0 or not math.isfinite(line.slots):
             raise ValueError("slots")
         mine[line.expert] = (line.slots, line.share)
-    for domains in found.values():
+    for domains in shares.values():
         for experts in domains.values():
             if {*experts} != {0, 1, 2} or abs(
                 sum(s for _, s in experts.values()) - 1
@@ -258,9 +258,9 @@ def by_router(frame):
                 raise ValueError("shares")
             if not all(0 <= share <= 1 for _, share in experts.values()):
                 raise ValueError("shares")
-    if not found:
+    if not shares:
         raise ValueError("no rows")
-    return found
+    return shares
 
 
 def over_domains(domains):

@@ -16,7 +16,7 @@ from moebook.evaluation import code, judge
 from moebook.evaluation.model import InMemory
 from tests import tokens
 from tests.faults.healthy import hosts
-from tests.faults.hostile import Row
+from tests.faults.hostile import Row, must
 
 
 def host():
@@ -64,7 +64,7 @@ def true_answer(model, contexts, limits, batch):
 
 
 def true_score(model, pairs, batch):
-    found = []
+    scores = []
     for before, after in pairs:
         known = {*before, *after} <= {*range(300)}
         if not before or not after or not known or batch < 1:
@@ -84,8 +84,8 @@ def true_score(model, pairs, batch):
         greedy = all(
             int(logs[n].argmax()) == t for n, t in zip(places, after, strict=True)
         )
-        found.append((total, greedy))
-    return found
+        scores.append((total, greedy))
+    return scores
 
 
 def evaluate(model, tasks, limit, **how):
@@ -139,14 +139,14 @@ def checked(table):
 
 def true_summary(table, base):
     lines = checked(table)
-    found = {}
+    by_name = {}
     for name in dict.fromkeys(line.asked for line in lines):
         mine = [line for line in lines if line.asked == name]
         right = np.array([m.correct for m in mine])
         plain = np.array([m.unnormalised for m in mine])
         error = right.std(ddof=1) / math.sqrt(len(right)) if len(right) > 1 else np.nan
         chance = np.mean([m.chance for m in mine])
-        found[name] = [plain.mean(), right.mean(), error, chance, len(mine), np.nan]
+        by_name[name] = [plain.mean(), right.mean(), error, chance, len(mine), np.nan]
     names = [
         "accuracy",
         "normalised",
@@ -155,7 +155,7 @@ def true_summary(table, base):
         "rows",
         "published",
     ]
-    return pd.DataFrame.from_dict(found, orient="index", columns=names)
+    return pd.DataFrame.from_dict(by_name, orient="index", columns=names)
 
 
 @cache
@@ -174,7 +174,7 @@ def arms():
 
 def true_paired(tables, pairs, columns):
     factors = {"score": 100.0, "nll": 1.0}
-    found = {}
+    means = {}
     for one, other in pairs:
         for column in columns:
             if one in tables and other in tables:
@@ -193,8 +193,8 @@ def true_paired(tables, pairs, columns):
                 gaps = [gap for gap in gaps if column == "score" or not math.isnan(gap)]
                 if not np.isfinite(gaps).all():
                     raise ValueError("NaN")
-                found[one, other, column] = sum(gaps) / len(gaps)
-    return list(found.values())
+                means[one, other, column] = sum(gaps) / len(gaps)
+    return list(means.values())
 
 
 def true_pass_at(k, samples, passed):
@@ -286,7 +286,7 @@ ROWS = {
     "evaluation.load": Row(
         lambda names, data: sorted(evaluation.load(names, data)),
         lambda: {"names": ["gcd", "sums"], "data": ""},
-        lambda names, data: [] if {*names} <= {*KNOWN} else 1 / 0,
+        lambda names, data: must({*names} <= {*KNOWN}) and [],
         settings=(
             "names",
             "data",

@@ -260,13 +260,13 @@ def true_watched(model, batch):
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     if mask.shape != batch["input_ids"].shape or not ((mask == 0) | (mask == 1)).all():
         raise ValueError("mask")
-    found = {}
+    decisions = {}
     for n, logits in enumerate(output.router_logits):
         logits = logits.view(*mask.shape, -1)[mask.bool()]
         top = logits.softmax(-1).topk(2)
         gates = top.values / top.values.sum(-1, keepdim=True)
-        found[n] = logits, top.indices, gates, torch.ones(len(logits))
-    return found
+        decisions[n] = logits, top.indices, gates, torch.ones(len(logits))
+    return decisions
 
 
 # ``own``: the dtype of x is the business of the host's linear layers.

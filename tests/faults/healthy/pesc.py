@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from moebook.methods import pesc
 from moebook.methods.pesc import measure
 from tests.faults.healthy import hosts
-from tests.faults.hostile import Row
+from tests.faults.hostile import Row, must
 
 CONFIG = pesc.Config(
     experts=4, top_k=2, adapter_width=2, adapter_dropout=0.0, host="frozen"
@@ -35,6 +35,16 @@ def logits(model):
     """What a model says of one batch."""
     with torch.no_grad():
         return model(**hosts.seen()).logits
+
+
+def root_by_hand(base, mix):
+    """Where the claims of a base and a mixture stand."""
+    root = "pesc"
+    if "13b" in base:
+        root += "/13b"
+    if mix == "idae-720k":
+        root += "/pro"
+    return root
 
 
 def dense_logits(model, config):
@@ -153,14 +163,14 @@ def true_approximation(batches):
             or not (labels[:, 1:] >= 0).any(1).all()
         ):
             raise ValueError("mask")
-        found = []
+        losses = []
         for model in (*_trio(), hosts.host()):
             said = model(input_ids=ids, attention_mask=mask).logits[:, :-1].double()
             nats = F.cross_entropy(
                 said.mT, labels[:, 1:], reduction="none", ignore_index=-100
             )
-            found.append(nats.sum(1) / (labels[:, 1:] != -100).sum(1))
-        rows.append(torch.stack(found))
+            losses.append(nats.sum(1) / (labels[:, 1:] != -100).sum(1))
+        rows.append(torch.stack(losses))
     of_pesc, of_full, of_dense = torch.cat(rows, 1)
     gain = (of_dense - of_full).mean()
     return (of_full - of_pesc).abs().tolist(), ((of_dense - of_pesc) / gain).tolist()
@@ -252,7 +262,7 @@ ROWS = {
         lambda attention_mask: pesc.balance_loss(ran(dense()), attention_mask),
         lambda: {"attention_mask": hosts.batch()["attention_mask"]},
         lambda attention_mask: (
-            0 if attention_mask.dim() == 2 and attention_mask.numel() else 1 / 0
+            must(attention_mask.dim() == 2 and attention_mask.numel() > 0) and 0
         ),
     ),
     "methods.pesc.balance_gradient": Row(
@@ -290,8 +300,6 @@ ROWS = {
     "methods.pesc.root": Row(
         pesc.root,
         lambda: {"base": "llama-2-13b", "mix": "idae-720k"},
-        lambda base, mix: (
-            "pesc" + "/13b" * ("13b" in base) + "/pro" * (mix == "idae-720k")
-        ),
+        root_by_hand,
     ),
 }

@@ -28,7 +28,7 @@ from moebook.methods.rocket.loras import attached
 from tests.faults.healthy import hosts
 from tests.faults.healthy.loras import bank, host, logits, lora, merged, right
 from tests.faults.healthy.pesc import folder
-from tests.faults.hostile import Row
+from tests.faults.hostile import Row, must
 
 N = 3
 R = 2
@@ -251,7 +251,7 @@ def loaded(name):
     return Row(
         lambda model, folder: logits(module.load(model, folder).model).isfinite().all(),
         lambda: {"model": host(), "folder": saved(name)},
-        lambda model, folder: True if folder == saved(name) else 1 / 0,
+        lambda model, folder: must(folder == saved(name)),
         more={
             "model": {"other": hosts.host(vocab_size=300, hidden_size=12, head_dim=6)}
         },
@@ -338,7 +338,7 @@ ROWS = {
             )
         ),
         lambda: {"bank": {"a": lora()}, "train": {"a": rows()}},
-        lambda bank, train: sorted({*bank}) if {*bank} <= {*train} else 1 / 0,
+        lambda bank, train: must({*bank} <= {*train}) and sorted({*bank}),
         settings=("bank", "train"),
         more={
             "train": {
@@ -402,7 +402,7 @@ ROWS = {
     "methods.rivals.tuning.Data": Row(
         lambda shots: len(Data(rows(), pad_id=2).first(shots)),
         lambda: {"shots": 2},
-        lambda shots: shots if isinstance(shots, int) and 1 <= shots <= 6 else 1 / 0,
+        lambda shots: must(isinstance(shots, int) and 1 <= shots <= 6) and shots,
     ),
     "methods.rivals.tuning.alone": Row(
         attached_alone,

@@ -36,7 +36,7 @@ from tests.faults.healthy.evaluation import spoilt, table, true_answer
 from tests.faults.healthy.loras import bank as made
 from tests.faults.healthy.loras import host, logits, lora, merged, nats, right
 from tests.faults.healthy.pesc import folder
-from tests.faults.hostile import EVERY, Row
+from tests.faults.hostile import EVERY, Row, must
 
 CONFIG = rocket.Config(
     shots=2, candidates=3, experts=2, top_k=2, budget=3, threshold=0.9
@@ -208,6 +208,22 @@ def written():
 def only(model, expert):
     with apply.only(model, expert):
         return logits(model)
+
+
+def true_names(names):
+    """All of the bank where none are named."""
+    if not names:
+        return list("abc")
+    must({*names} <= {*"abc"})
+    return sorted({*names})
+
+
+def true_linears(model, targets):
+    """The paths of the query projections, which alone are asked for."""
+    if not targets:
+        return []
+    must({*targets} == {"q_proj"})
+    return [f"model.layers.{n}.self_attn.q_proj" for n in range(2)]
 
 
 def true_perplexities(model, bank, shots, reduction):
@@ -576,7 +592,7 @@ ROWS = {
     "methods.rocket.bank.check": Row(
         bank.check,
         lambda: {"bank": made()},
-        lambda bank: right(*bank.values()) and None if len(bank) > 1 else 1 / 0,
+        lambda bank: must(len(bank) > 1) and right(*bank.values()) and None,
         more={
             "bank": {
                 "one": {"a": lora()},
@@ -593,7 +609,7 @@ ROWS = {
     "methods.rocket.bank.read": Row(
         lambda folder, model: sorted(bank.read(folder, model)),
         lambda: {"folder": written(), "model": host()},
-        lambda folder, model: list("abc") if folder == written() else 1 / 0,
+        lambda folder, model: must(folder == written()) and list("abc"),
         more={
             "model": {"other": hosts.host(vocab_size=300, hidden_size=12, head_dim=6)}
         },
@@ -601,13 +617,7 @@ ROWS = {
     "methods.rocket.bank.load": Row(
         lambda names: sorted(bank.load(host(), byte(), written(), names=names)),
         lambda: {"names": ["a", "b"]},
-        lambda names: (
-            sorted({*names})
-            if names and {*names} <= {*"abc"}
-            else list("abc")
-            if not names
-            else 1 / 0
-        ),
+        true_names,
     ),
     "methods.rocket.bank.train": Row(
         trained,
@@ -750,13 +760,7 @@ ROWS = {
     "methods.rocket.loras.linears": Row(
         lambda model, targets: sorted(loras.linears(model, targets)),
         lambda: {"model": host(), "targets": ["q_proj"]},
-        lambda model, targets: (
-            [f"model.layers.{n}.self_attn.q_proj" for n in range(2)]
-            if {*targets} == {"q_proj"}
-            else []
-            if not targets
-            else 1 / 0
-        ),
+        true_linears,
     ),
     "methods.rocket.loras.attached": Row(
         attached,
@@ -771,19 +775,19 @@ ROWS = {
     "methods.rocket.loras.rotated": Row(
         lambda lora, seed: attached(host(), [loras.rotated(lora, seed)]),
         lambda: {"lora": lora(), "seed": 3},
-        lambda lora, seed: logits(merged(host(), lora)) if seed >= 0 else 1 / 0,
+        lambda lora, seed: must(seed >= 0) and logits(merged(host(), lora)),
         fine={"lora.base": "empty | unknown | nul | long"},
         tolerance=1e-3,
     ),
     "methods.rocket.loras.folders": Row(
         lambda folder: [path.name for path in loras.folders(folder)],
         lambda: {"folder": written()},
-        lambda folder: list("abc") if folder == written() else 1 / 0,
+        lambda folder: must(folder == written()) and list("abc"),
     ),
     "methods.rocket.loras.read": Row(
         lambda folder: logits(merged(host(), loras.read(folder, host(), lora().base))),
         lambda: {"folder": written() / "a"},
-        lambda folder: logits(merged(host(), lora())) if folder.name == "a" else 1 / 0,
+        lambda folder: must(folder.name == "a") and logits(merged(host(), lora())),
     ),
     "methods.rocket.loras.write": Row(
         lambda folder: logits(
@@ -810,7 +814,7 @@ ROWS = {
     "methods.rocket.load": Row(
         lambda model, folder: logits(rocket.load(model, folder)),
         lambda: {"model": host(), "folder": saved()},
-        lambda model, folder: logits(mixed()) if folder == saved() else 1 / 0,
+        lambda model, folder: must(folder == saved()) and logits(mixed()),
     ),
     "methods.rocket.apply.remove": Row(
         lambda model: logits(apply.remove(model)),
@@ -841,9 +845,8 @@ ROWS = {
         arms.tested,
         lambda: {"targets": ["gcd", "sums"], "benchmarks": ["a", "b"]},
         lambda targets, benchmarks: (
-            dict(zip(targets, benchmarks or targets, strict=True))
-            if len({*targets}) == len(targets)
-            else 1 / 0
+            must(len({*targets}) == len(targets))
+            and dict(zip(targets, benchmarks or targets, strict=True))
         ),
     ),
     "methods.rocket.case.score_bank": Row(
@@ -955,9 +958,8 @@ ROWS = {
         lambda tokens: perplexities(host(), made(), shots(), "sum", tokens),
         lambda: {"tokens": 64},
         lambda tokens: (
-            true_perplexities(host(), made(), shots(), "sum")
-            if tokens == int(tokens) and tokens > 0
-            else 1 / 0
+            must(tokens == int(tokens) and tokens > 0)
+            and true_perplexities(host(), made(), shots(), "sum")
         ),
         tolerance=1e-3,
     ),
@@ -1025,7 +1027,7 @@ def hub_folder():
 
 
 def true_correlations(frame, one, other):
-    found = {}
+    correlations = {}
     for task in dict.fromkeys(frame.index.get_level_values("task")):
         part = frame.xs(task, level="task")
         for left in one:
@@ -1034,8 +1036,8 @@ def true_correlations(frame, one, other):
                 if not all(np.isfinite(p).all() for p in pair):
                     raise ValueError("NaN")
                 if len({*pair[0]}) > 1 and len({*pair[1]}) > 1:
-                    found[left, right_, task] = spearmanr(*pair).statistic
-    return np.array(list(found.values()))
+                    correlations[left, right_, task] = spearmanr(*pair).statistic
+    return np.array(list(correlations.values()))
 
 
 def true_repeated(tables):

@@ -79,7 +79,8 @@ def batched(rows, size, pad_id):
 
 
 def true_batched(rows, size, pad_id):
-    found = []
+    """Pad the rows of each batch to its longest, by hand."""
+    batches = []
     lines = list(zip(rows["input_ids"], rows["labels"], strict=True))
     if size != int(size) or size < 1 or not isinstance(pad_id, int):
         raise ValueError(size)
@@ -89,25 +90,14 @@ def true_batched(rows, size, pad_id):
     for at in range(0, len(lines), size):
         part = lines[at : at + size]
         longest = max(len(ids) for ids, _ in part)
-        rest = [longest - len(ids) for ids, _ in part]
-        found.append(
-            {
-                "input_ids": [
-                    ids + [pad_id] * n for (ids, _), n in zip(part, rest, strict=True)
-                ],
-                "attention_mask": [
-                    [1] * len(ids) + [0] * n
-                    for (ids, _), n in zip(part, rest, strict=True)
-                ],
-                "labels": [
-                    labels + [-100] * n
-                    for (_, labels), n in zip(part, rest, strict=True)
-                ],
-            }
-        )
-    return [
-        {name: torch.tensor(part) for name, part in batch.items()} for batch in found
-    ]
+        batch = {"input_ids": [], "attention_mask": [], "labels": []}
+        for ids, labels in part:
+            missing = longest - len(ids)
+            batch["input_ids"].append(ids + [pad_id] * missing)
+            batch["attention_mask"].append([1] * len(ids) + [0] * missing)
+            batch["labels"].append(labels + [-100] * missing)
+        batches.append({name: torch.tensor(part) for name, part in batch.items()})
+    return batches
 
 
 def collected(model, tasks, tensor, limit, tokens, share, seed):
@@ -164,7 +154,7 @@ def true_collected(model, tasks, tensor, limit, tokens, share, seed):
 
 
 def true_hardest(model, tasks, share, pad_id):
-    found = {}
+    hardest = {}
     if not 0 < share <= 1 or not isinstance(pad_id, int) or not 0 <= pad_id < 48:
         raise ValueError(share)
     for name, rows in tasks.items():
@@ -186,8 +176,8 @@ def true_hardest(model, tasks, share, pad_id):
         if not count or not all(np.isfinite(scores)):
             raise ValueError("too few")
         best = sorted(sorted(range(len(scores)), key=lambda n: -scores[n])[:count])
-        found[name] = rows.select(best)
-    return found
+        hardest[name] = rows.select(best)
+    return hardest
 
 
 def hardest(model, tasks, share, pad_id):
@@ -281,12 +271,12 @@ def true_levelled(start, inputs, top_k):
         raise ValueError("shape")
     if not 1 <= top_k <= weights.shape[1]:
         raise ValueError("top_k")
-    kept = []
+    shares = []
     for points, weight in zip(inputs.points.double(), weights, strict=True):
         exps = (points @ weight.T - (points @ weight.T).amax(-1, keepdim=True)).exp()
         largest = exps.sort(-1, descending=True).values[:, :top_k]
-        kept.append((largest.sum(-1) / exps.sum(-1)).mean())
-    return 1 / torch.stack(kept)
+        shares.append((largest.sum(-1) / exps.sum(-1)).mean())
+    return 1 / torch.stack(shares)
 
 
 def true_scaled(start, scale, inputs):
@@ -366,18 +356,18 @@ def true_step_zero(starts, batch):
     from tests.faults.healthy.analysis import true_loss
 
     dense = float(true_loss(hosts.host(), batch))
-    found = []
+    losses = []
     for rule in ("renormalised", "probability"):
         for k in (1, 2):
-            for one in starts.values():
-                if one.weights.shape[::2] != (L, D):
+            for start in starts.values():
+                if start.weights.shape[::2] != (L, D):
                     raise ValueError("start")
                 config = upcycling.Config(
-                    experts=one.weights.shape[1], top_k=k, combine=rule
+                    experts=start.weights.shape[1], top_k=k, combine=rule
                 )
-                model = upcycling.upcycle(hosts.host(), config, one)
-                found.append(float(true_loss(model, batch)) - dense)
-    return np.array(found)
+                model = upcycling.upcycle(hosts.host(), config, start)
+                losses.append(float(true_loss(model, batch)) - dense)
+    return np.array(losses)
 
 
 def true_balance(attention_mask):

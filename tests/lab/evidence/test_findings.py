@@ -54,7 +54,8 @@ def decided(claim, *pools):
 
 
 def ruled(name, *effects):
-    return decided(replace(CLAIM, id=f"pesc.{name}"), *[pool(*effects)] * bool(effects))
+    pools = [pool(*effects)] if effects else []
+    return decided(replace(CLAIM, id=f"pesc.{name}"), *pools)
 
 
 def only(row):
@@ -94,7 +95,7 @@ def test_a_sentence_tells_the_claim_the_verdict_and_the_numbers_it_rests_on():
     ]
     claims = [CLAIM] * 6 + [BOUND, replace(CLAIM, claimed=0.02, tolerance=0.01), EXACT]
     for claim, one, told in zip(claims, ran, SENTENCES.splitlines(), strict=True):
-        judged = decided(claim, *[one] * bool(one))
+        judged = decided(claim, one) if one else decided(claim)
         assert findings.said(judged) == told
     two = row(CLAIM, [pool(*HOLDS), pool(*OPEN, protocol="smollm2")], ["nano"])
     assert findings.said(two).endswith(
@@ -173,9 +174,8 @@ def test_what_a_verdict_rests_on_is_said_for_arms_that_no_value_names_and_not_fo
     floor = Pool(
         "pesc", "nano", tuple(Run("pesc", "nano", "study", s, values) for s in range(3))
     )
-    assert row(CLAIM, [floor]).labels == (
-        "not run",
-    )  # neither can do the task: nothing was measured
+    # Neither can do the task: nothing was measured.
+    assert row(CLAIM, [floor]).labels == ("not run",)
 
 
 def measured(seed, *arms, **items):

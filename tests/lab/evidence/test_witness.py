@@ -20,7 +20,6 @@ from tests.lab.conftest import TOY, make_project
 from tests.refusals import refused
 
 Notebook = dict[str, Any]
-RUN_ALL = "; restart the kernel and run all"
 
 
 def mill(folder, name, *options):

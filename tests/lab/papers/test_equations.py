@@ -34,11 +34,11 @@ def rows(paper):
 def blocks(paper):
     """Path and options (pyobject, name ...) of every block of code of both pages."""
     pages = [ROOT / "book" / f"{paper}_{part}.md" for part in ("theory", "map")]
-    found = []
+    listed = []
     for page in pages:
         for path, options in BLOCK.findall(page.read_text("utf-8")):
-            found.append({"path": path} | dict(re.findall(r":(\w+): (.*)\n", options)))
-    return found
+            listed.append({"path": path} | dict(re.findall(r":(\w+): (.*)\n", options)))
+    return listed
 
 
 def test_a_theory_page_is_at_most_1500_words_and_three_listings():

@@ -128,9 +128,8 @@ def test_no_case_predicts_its_own_time_and_a_page_without_records_says_so(tmp_pa
     frame = plans.errors(path)
     assert frame["predicted bytes"].tolist() == [100, 100]
     assert frame["error of bytes"].tolist() == pytest.approx([0.25, -0.2])
-    assert frame["predicted seconds"].tolist() == pytest.approx(
-        [4.0, 2.0]
-    )  # at the other's rate
+    # Each is predicted at the rate that the other was measured at.
+    assert frame["predicted seconds"].tolist() == pytest.approx([4.0, 2.0])
     text = plans.shown(tmp_path)
     for fact in (
         "Errors on X 9000: bytes -20 to +25 %",

@@ -287,17 +287,13 @@ def test_effects_are_paired_by_seed_and_item_and_else_means_are_compared():
     assert np.array_equal(
         pool.effects("toy/base"), np.array([[0], [1], [2], [5], [6]]) / 8
     )
-    for right, mean in (
-        ((1.0, 1.0), 2.0),
-        ((0.0, 0.0, 0.0), 3.0),
-    ):  # other items, or not as many
+    # The right arm has fewer items, or other ones.
+    for right, mean in (((1.0, 1.0), 2.0), ((0.0, 0.0, 0.0), 3.0)):
         pool = pooled(ONE, made(1, {"left": (1.0, 2.0, 6.0), "right": right}))
         effects = pool.effects("toy/left", "toy/right")
         assert np.allclose(effects, [[1.125], [mean]], atol=1e-15)
-    for left, differs in (
-        (0.1 + 0.2, False),
-        (0.3 + 1e-9, True),
-    ):  # rounding alone is no effect
+    # Rounding alone is no effect.
+    for left, differs in ((0.1 + 0.2, False), (0.3 + 1e-9, True)):
         pool = pooled(made(0, {"left": (left,), "right": (0.3,)}))
         assert (pool.effects("toy/left", "toy/right").item() > 0.0) == differs
 

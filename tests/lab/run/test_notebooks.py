@@ -23,9 +23,8 @@ def run(recipes, forks):
     """Run a notebook as the command does; what its file holds must be what its page shows."""
 
     def by_command(name, protocol, *options):
-        with (
-            tempfile.TemporaryDirectory() as temporary
-        ):  # whose name is short enough for sockets
+        # Its name is short enough for sockets, unlike tmp_path's.
+        with tempfile.TemporaryDirectory() as temporary:
             forks.begin(recipes, temporary, "run", name, f"--on={protocol}", *options)
             assert forks.end() == 0, forks.told.read_text()
         (page,) = (recipes / "runs" / "mine" / name).glob("*.ipynb")

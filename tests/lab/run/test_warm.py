@@ -49,7 +49,7 @@ def both(place, tmp_path, monkeypatch):
             "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}",
             "HERE": "ä",
         }
-        found = []
+        ended = []
         for forked in (True, False):
             (tmp_path / "input").write_text("a question")
             with (
@@ -76,8 +76,8 @@ def both(place, tmp_path, monkeypatch):
                     )
                     process.wait()
             texts = [(tmp_path / name).read_text() for name in ("output", "errors")]
-            found.append((process.returncode, *texts))
-        return found
+            ended.append((process.returncode, *texts))
+        return ended
 
     return run
 
@@ -90,9 +90,8 @@ def test_a_fork_runs_a_command_as_a_new_python_does(both, tmp_path, way):
     _, expected, _ = new
     told = json.loads(output)
     expected = json.loads(expected)
-    if (
-        way == "-m"
-    ):  # which names its folder by itself, where a fork has the working directory
+    if way == "-m":
+        # A new Python names its folder in full; a fork has the working directory.
         expected["path"][0] = ""
     assert told == expected
     assert (status, errors, told["input"]) == (7, "a complaint\n", "a question")
@@ -149,9 +148,8 @@ def test_whoever_is_killed_nobody_who_depends_on_it_stays(fresh, light, place, v
     while not (fresh / "started").exists() and time.monotonic() < limit:
         time.sleep(0.05)
     several = sorted(processes(fresh))
-    assert (
-        len(several) == 4
-    )  # the parent, the process that forks, the runner and its kernel
+    # The parent, the process that forks, the runner and its kernel.
+    assert len(several) == 4
     number = {"parent": 0, "forks": 1, "runner": 2}[victim]
     os.kill(several[number], signal.SIGKILL)
     asker.wait(timeout=30)

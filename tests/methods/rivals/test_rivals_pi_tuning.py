@@ -34,9 +34,8 @@ def test_similarity_by_hand():
     small = [{name: 1e-9 * t for name, t in each.items()} for each in (a, b)]
     assert like(*small) == pytest.approx(like(a, b))
     plain = [float(torch.cosine_similarity(a[name], b[name], dim=0)) for name in a]
-    assert like(*small, eps=1e-6) == pytest.approx(
-        sum(plain) / 2, abs=2e-3
-    )  # the released eps
+    released = like(*small, eps=1e-6)
+    assert released == pytest.approx(sum(plain) / 2, abs=2e-3)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
@@ -112,9 +111,8 @@ def test_the_most_alike_neighbour_joins_and_switches_say_what_trains(
     learnt = {id(part.weigh) for part in done.parts.values()}
     assert 2 * len(learnt) == weights
     tokens = sum(map(len, few["input_ids"]))
-    assert (
-        done.cost.forward == 3 * tokens
-    )  # two trainings of an epoch, and the target's Fisher
+    # Two trainings of an epoch, and the target's Fisher information.
+    assert done.cost.forward == 3 * tokens
 
 
 def test_what_has_no_fisher_is_refused(model, rows, bank, lora):

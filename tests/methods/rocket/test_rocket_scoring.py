@@ -110,9 +110,8 @@ def test_scores_are_equations_4_and_5():
     assert table.loc["a", "log_perplexity"] == pytest.approx(
         math.log(math.e + math.e**2)
     )
-    assert table.loc["b", "log_perplexity"] == pytest.approx(
-        800.0
-    )  # exp(800) overflows a double
+    # Though exp(800) overflows a double.
+    assert table.loc["b", "log_perplexity"] == pytest.approx(800.0)
     assert table["accuracy"].tolist() == [0.5, 1.0]
 
 

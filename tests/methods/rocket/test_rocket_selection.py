@@ -113,9 +113,8 @@ def test_a_single_ranking_takes_its_own_best_and_normalised_sums_weigh_all_alike
     assert np.allclose(groups["total"], expected)
     assert groups["total"].is_monotonic_increasing
     plain = choose.select(scores, cosines, Config(candidates=8, experts=4)).groups
-    assert plain["R_D"].max() == math.comb(
-        8, 4
-    )  # 70, where R_P and R_A span 16 a group
+    # It goes to 70, where R_P and R_A span 16 a group.
+    assert plain["R_D"].max() == math.comb(8, 4)
 
 
 def cosine(x, y):

@@ -252,15 +252,13 @@ def equal(scored, folder):
     """Whether a bank was scored as the whole bank is here, and gives the same experts."""
     model, tokenizer = models.load("nano")
     whole = bank.read(folder, model)
-    nats = [
-        score.log_perplexity(model, tokenizer, whole, rows)
-        for rows in (ROWS, score.expand(ROWS))
-    ]
+    plain = score.log_perplexity(model, tokenizer, whole, ROWS)
+    reasoning = score.log_perplexity(model, tokenizer, whole, score.expand(ROWS))
     solved = score.accuracy(model, tokenizer, whole, ROWS)
-    pd.testing.assert_frame_equal(scored.plain, nats[0], rtol=1e-5)
-    pd.testing.assert_frame_equal(scored.reasoning, nats[1], rtol=1e-5)
+    pd.testing.assert_frame_equal(scored.plain, plain, rtol=1e-5)
+    pd.testing.assert_frame_equal(scored.reasoning, reasoning, rtol=1e-5)
     pd.testing.assert_frame_equal(scored.solved, solved)
-    scores = score.scores(*nats[1:], solved)
+    scores = score.scores(reasoning, solved)
     wanted = choose.select(scores, choose.similarity(whole), CONFIG)
     found = shards.select(scored, folder, model, CONFIG)
     assert found.experts == wanted.experts
@@ -382,9 +380,8 @@ def two_nodes(monkeypatch):
 
 
 @pytest.mark.soak
-@pytest.mark.filterwarnings(
-    r"ignore::DeprecationWarning:ray\."
-)  # Ray's use of its own settings
+# Ray warns of how it uses its own settings.
+@pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")
 @pytest.mark.timeout(600)
 def test_a_cluster_of_two_nodes_chooses_rows_and_scores_a_bank(
     tmp_path, loras, monkeypatch
