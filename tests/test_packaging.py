@@ -407,26 +407,11 @@ def test_a_clone_has_the_bytes_that_are_hashed_whatever_git_does_to_line_ends(tm
         copy(ROOT / name, source / name)
     for name in ("a.parquet", "a.safetensors", "a.png"):
         (source / name).write_bytes(b"looks like text\r\n")
-    identity = (
-        "-c",
-        "user.name=a",
-        "-c",
-        "user.email=a@b",
-        "-c",
-        "core.autocrlf=false",
-    )
+    identity = "-c user.name=a -c user.email=a@b -c core.autocrlf=false".split()
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "all")):
         assert run(["git", *identity, *words], cwd=source).returncode == 0
-    clone = [
-        "git",
-        "-c",
-        "core.autocrlf=true",
-        "clone",
-        "-q",
-        str(source),
-        str(tmp_path / "clone"),
-    ]
-    assert run(clone).returncode == 0
+    clone = "git -c core.autocrlf=true clone -q".split()
+    assert run([*clone, str(source), str(tmp_path / "clone")]).returncode == 0
     paths = [
         path
         for path in source.rglob("*")
@@ -434,9 +419,8 @@ def test_a_clone_has_the_bytes_that_are_hashed_whatever_git_does_to_line_ends(tm
     ]
     assert len(paths) > 30
     for path in paths:
-        assert (
-            tmp_path / "clone" / path.relative_to(source)
-        ).read_bytes() == path.read_bytes()
+        cloned = tmp_path / "clone" / path.relative_to(source)
+        assert cloned.read_bytes() == path.read_bytes()
 
 
 def test_no_committed_text_has_other_line_ends_than_the_repository():

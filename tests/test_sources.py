@@ -197,11 +197,7 @@ def test_modules_are_finished_and_no_drawer_for_everything():
 
 def behind_the_frame(*sources: str) -> dict[str, Any]:
     """A notebook of these code cells behind the usual frame."""
-    frame = (
-        "from moebook import plotting",
-        "steps: int = 1",
-        "run = begin(In, {})",
-    )
+    frame = ("from moebook import plotting", "steps: int = 1", "run = begin(In, {})")
     cells: list[Cell] = [
         {"cell_type": "markdown", "metadata": {}, "source": "# A title"}
     ]
@@ -251,12 +247,7 @@ def test_outputs_missing_text_and_a_missing_frame_are_found():
     del broken["cells"][3]["metadata"]["tags"]
     broken["cells"][5]["source"] = "x = 0"
     problems = "\n".join(notebook_problems(broken))
-    for fault in (
-        "holds outputs",
-        "after it is missing",
-        "tagged `para",
-        "`begin`",
-    ):
+    for fault in ("holds outputs", "after it is missing", "tagged `para", "`begin`"):
         assert fault in problems
 
 

@@ -248,9 +248,8 @@ def formed(path: Path) -> Iterator[Any]:
         yield read_yaml(path) if path.suffix in (".yaml", ".yml") else None
     except Refusal:
         raise
-    except (
-        Exception
-    ) as error:  # a key, a type, an encoding: whatever a damaged file brings
+    except Exception as error:
+        # A key, a type, an encoding: whatever a damaged file brings.
         reason = f"{type(error).__name__}: {error}"[:200]
         refuse(
             "E-FORMAT",

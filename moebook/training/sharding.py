@@ -60,19 +60,20 @@ def adopt(accelerator: Accelerator) -> bool:
         return False
     plugin = state.fsdp_plugin
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    asked = {
+    offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    not_obeyed = {
         f"mixed_precision: {precision}": precision != "no",
         "fsdp_version: 1": plugin.fsdp_version != 2,
-        "fsdp_offload_params: true": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "fsdp_offload_params: true": offloads,
         "fsdp_cpu_ram_efficient_loading: true": plugin.cpu_ram_efficient_loading,
     }
-    wrong = next((name for name, found in asked.items() if found), None)
-    if wrong:
-        refuse(
-            "E-CHOICE",
-            f"accelerate's configuration says {wrong}, which would not be "
-            "obeyed: take one of recipes/fsdp2_*.yaml",
-        )
+    for line, is_asked in not_obeyed.items():
+        if is_asked:
+            refuse(
+                "E-CHOICE",
+                f"accelerate's configuration says {line}, which would not be "
+                "obeyed: take one of recipes/fsdp2_*.yaml",
+            )
     return True
 
 

@@ -123,9 +123,9 @@ def test_mathematics_and_code_are_right_and_equations_in_words_no_others_of_the_
     known = {item.slots["equation"] for item in items("equations")}
     for item in items("equation_words"):
         a, b, c = (int(item.slots[slot]) for slot in "abc")
-        sign = {"plus": 1, "minus": -1}[item.slots["sign"]]
-        assert a * int(item.answer) + sign * b == c
-        assert f"{a}x {'-+'[sign > 0]} {b} = {c}" not in known
+        sign = {"plus": "+", "minus": "-"}[item.slots["sign"]]
+        assert a * int(item.answer) + int(f"{sign}{b}") == c
+        assert f"{a}x {sign} {b} = {c}" not in known
     for item in items("python_eval"):
         value = eval(item.slots["expression"], {"__builtins__": {}}, dict(TINY_EVAL))
         assert repr(value) == item.answer

@@ -302,10 +302,8 @@ SIZES = {
 }
 FAMILIES = {  # what a family needs beside these, and whether it goes on from a cache
     "gpt2": ({}, True),
-    "opt": (
-        {"ffn_dim": 48, "word_embed_proj_dim": 32},
-        True,
-    ),  # positions are the mask's sums
+    # Positions are the mask's sums.
+    "opt": ({"ffn_dim": 48, "word_embed_proj_dim": 32}, True),
     "gemma3_text": ({"head_dim": 8, "sliding_window": 4}, True),
     "mamba": ({"state_size": 4}, False),
     "rwkv": ({"attention_hidden_size": 32}, False),
@@ -497,7 +495,8 @@ def test_the_likelihood_is_that_of_the_answer_with_its_end(llama, tokenizer):
     for item, (ids, labels) in enumerate(
         zip(encoded["input_ids"], encoded["labels"], strict=True)
     ):
-        with torch.no_grad():  # transformers' own loss: the mean over the labels
+        # Transformers' own loss: the mean over the labels.
+        with torch.no_grad():
             mean = llama(torch.tensor([ids]), labels=torch.tensor([labels])).loss.item()
         assert table.nll[item] == pytest.approx(mean, rel=1e-5)
         count = len(ids) - labels.count(-100)

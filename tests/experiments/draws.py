@@ -122,11 +122,11 @@ def value(parameter, draw, *, affordable):
         return draw.choice(parameter.choices)
     if parameter.type is str:
         return draw.choice(TEXTS[parameter.name])
-    left, low, high, right = re.fullmatch(
-        r"([\[(])(\S+), (\S+)([\])])", parameter.rule
-    ).groups()
-    low = float(low)
-    high = float(high)
+    # A range with or without its ends, as in [1, 64] or (0, 1].
+    form = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", parameter.rule)
+    left, low_text, high_text, right = form.groups()
+    low = float(low_text)
+    high = float(high_text)
     if parameter.type is int:
         if affordable:
             high = min(high, AFFORDABLE.get(parameter.name, ROWS))

@@ -119,7 +119,8 @@ def serve():
             os.chdir(folder)
             sys.path.insert(0, folder)
             printed = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(printed, 1), os.dup2(printed, 2)
+            os.dup2(printed, 1)
+            os.dup2(printed, 2)
             read, Kernel.pipe = os.pipe()
             kernel = os.fork()
             if not kernel:

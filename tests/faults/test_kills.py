@@ -177,30 +177,27 @@ def test_killed_studies_keep_what_they_told(
             time.sleep(draw.uniform(0, took))
             process.kill()
         out, errors = process.communicate()
-        assert process.returncode in (0, -signal.SIGKILL) and test_study.ended(
-            folder
-        ), out + errors
+        assert process.returncode in (0, -signal.SIGKILL), out + errors
+        assert test_study.ended(folder), out + errors
         runs = test_study.stored(folder)
-        told = {
-            int(match[1])
-            for match in re.finditer(r"^seed (\d+): \d", out, re.MULTILINE)
-        }
+        told = set(map(int, re.findall(r"^seed (\d+): \d", out, re.MULTILINE)))
         now = {run.seed for run in runs}
-        count.update(killed=process.returncode != 0, lost=len((done | told) - now))
+        count["killed"] += process.returncode != 0
+        count["lost"] += len((done | told) - now)
         done = now
         if process.returncode == 0:
             whole = whole or runs
             took = time.monotonic() - started
             for one, other in zip(runs, whole, strict=True):
                 test_study.same_bits(one, other)
-            count["ended"] = count["ended"] + 1
+            count["ended"] += 1
             done = set()
             assert not list(temporary.iterdir())
             assert not verify(None, folder)[0].failures
-            left = {*folder.rglob("*.lock"), *folder.rglob("*.part")}
-            left = {path.name for path in left}
-            assert left == {"requirements.lock"}
-            shutil.rmtree(folder / "results"), shutil.rmtree(folder / "runs")
+            left = [*folder.rglob("*.lock"), *folder.rglob("*.part")]
+            assert {path.name for path in left} == {"requirements.lock"}
+            shutil.rmtree(folder / "results")
+            shutil.rmtree(folder / "runs")
     figures("kills", "study", **count)
     assert not count["lost"]
     assert count["ended"]

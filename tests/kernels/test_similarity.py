@@ -172,10 +172,10 @@ def near_by_fractions(vectors, threshold):
     def near(x, y):
         product = sum(a * b for a, b in zip(x, y, strict=True))
         bound = Fraction(threshold) ** 2 * sum(a * a for a in x) * sum(b * b for b in y)
-        above = product**2 > bound
-        return (
-            (above and product > 0) if threshold >= 0 else (product >= 0 or not above)
-        )
+        is_beyond = product**2 > bound
+        if threshold >= 0:
+            return product > 0 and is_beyond
+        return product >= 0 or not is_beyond
 
     return [[near(x, y) for y in rows] for x in rows]
 

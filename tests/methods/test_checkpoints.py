@@ -128,12 +128,11 @@ def test_models_of_every_kind_are_restored(
 def test_upcycled_models_of_every_family_are_restored_and_train_on(
     family, host, batch, tmp_path
 ):
-    kind = (
-        family.split()[0],
-        torch.bfloat16 if "bfloat16" in family else torch.float32,
-    )
-    model = upcycled(host(*kind))
-    again = upcycling.load(host(*kind), upcycling.save(model, tmp_path / "run"))
+    name, *_ = family.split()
+    dtype = torch.bfloat16 if "bfloat16" in family else torch.float32
+    model = upcycled(host(name, dtype))
+    folder = upcycling.save(model, tmp_path / "run")
+    again = upcycling.load(host(name, dtype), folder)
     assert again.upcycling == model.upcycling
     assert_same(model, again, batch)
     losses = []
@@ -141,9 +140,8 @@ def test_upcycled_models_of_every_family_are_restored_and_train_on(
         torch.manual_seed(5)
         loss = each(**batch).loss + upcycling.balance_loss(each)
         loss.backward()
-        losses.append(
-            (loss, next(p.grad for p in each.parameters() if p.grad is not None))
-        )
+        gradient = next(p.grad for p in each.parameters() if p.grad is not None)
+        losses.append((loss, gradient))
     assert all(torch.equal(*pair) for pair in zip(*losses, strict=True))
 
 

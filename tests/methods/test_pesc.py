@@ -83,9 +83,8 @@ class Loop(nn.Module):
             swish = gate / (1 + (-gate).exp())
             h = shared.down_proj.weight @ (swish * (shared.up_proj.weight @ token))
             logits = [row @ token for row in self.block.router.weight]
-            best = sorted(range(len(logits)), key=lambda e: -logits[e].item())[
-                : self.top_k
-            ]
+            from_best = sorted(range(len(logits)), key=lambda e: -logits[e].item())
+            best = from_best[: self.top_k]
             total = sum(logits[e].exp() for e in best)
             y = torch.zeros_like(h)
             for e in best:  # Eq. 7 with Eq. 8, the residual inside each expert

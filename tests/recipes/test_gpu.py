@@ -30,10 +30,8 @@ sys.exit(sys.argv[1] == "bad")
     ("goes_on", "second"),
     [
         ("from a checkpoint", ["slow", "bad"]),
-        (
-            "from its start",
-            ["bad", "slow"],
-        ),  # else one too long for a call would hold up the rest
+        # Else one too long for a call would hold up the rest.
+        ("from its start", ["bad", "slow"]),
     ],
 )
 def test_each_call_goes_on_where_the_last_stopped_and_says_what_ran(

@@ -201,11 +201,9 @@ def once(step, what):
 
     def penalty(model):
         done.append(step)
-        return (
-            what()
-            if len(done) == step and os.environ["RANK"] == "1"
-            else torch.zeros(())
-        )
+        if len(done) == step and os.environ["RANK"] == "1":
+            return what()
+        return torch.zeros(())
 
     return penalty
 

@@ -170,9 +170,8 @@ def measured(
     try:
         case = build(name, place, **letters)
         costs, failed = interleave(case.contenders, place, rounds=rounds, budget=budget)
-    except (
-        Refusal
-    ) as refusal:  # of our own op: a case that it cannot do is a result too
+    except Refusal as refusal:
+        # Of our own op: a case that it cannot do is a result too.
         return [{**head, "contender": "ours", "note": refusal.message}]
     head |= {"flops": case.flops, "traffic": case.traffic}
     lines = []

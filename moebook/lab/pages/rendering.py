@@ -40,9 +40,10 @@ def render(folder: Path, builder: str = "html", place: str | None = None) -> Non
     """
     with children.lifeline() as (waiting, _), tempfile.TemporaryFile("w+") as output:
         files = (waiting, output.fileno(), output.fileno())
-        status = children.start(
+        renderer = children.start(
             RENDER, builder, folder=folder, files=files, place=place
-        ).wait()
+        )
+        status = renderer.wait()
         output.seek(0)
         text = _COLOUR.sub("", output.read())
     log = folder / "_build" / "book.log"

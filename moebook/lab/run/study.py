@@ -404,9 +404,8 @@ def _export(folder: Path, commit: str, code: Path) -> None:
         try:
             with tarfile.open(fileobj=git.stdout, mode="r|") as archive:
                 archive.extractall(code, filter="data")
-        except (
-            tarfile.TarError
-        ) as error:  # also where git ended early, and says why itself
+        except tarfile.TarError as error:
+            # Also where git ended early, and says why itself.
             damage = str(error)
         git.stdout.close()
         complaint = git.stderr.read().decode(errors="replace").strip()

@@ -212,13 +212,8 @@ def replayed(path, experts, top_k, pooling, half):
 
 def true_replayed(path, experts, top_k, pooling, half):
     """By hand, for the file above."""
-    if (experts, top_k, pooling, half) != (
-        3,
-        2,
-        "tokens",
-        0,
-    ) or path.name != "toy.routing.txt":
-        raise ValueError("form")
+    must((experts, top_k, pooling, half) == (3, 2, "tokens", 0))
+    must(path.name == "toy.routing.txt")
     rows = [
         [1 / 4, 2 / 4, 1 / 4],
         [1 / 2, 0, 1 / 2],

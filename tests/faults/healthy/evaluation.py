@@ -287,10 +287,8 @@ ROWS = {
         lambda names, data: sorted(evaluation.load(names, data)),
         lambda: {"names": ["gcd", "sums"], "data": ""},
         lambda names, data: must({*names} <= {*KNOWN}) and [],
-        settings=(
-            "names",
-            "data",
-        ),  # an unknown name is looked for in all of lm-eval's: seconds
+        # An unknown name is looked for in all of lm-eval's: seconds.
+        settings=("names", "data"),
         more={"data": {"nul": "a\0b", "long": "x" * 5000, "missing": "no such"}},
         several=("names",),
     ),

@@ -214,10 +214,7 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
     )
     text = findings.table(frame)
     assert list(text.columns) == ["loss", "again", "seeds"]
-    assert text.seeds.tolist() == [
-        3,
-        1,
-    ]
+    assert text.seeds.tolist() == [3, 1]
     assert text.loss["a"] == f"3.000 ({3 - half:.3f} to {3 + half:.3f})"
     frame = findings.arms(replace(TOY, runs=(lone,)), ["c"], names)
     assert findings.table(frame).loss["c"] == "2.000"

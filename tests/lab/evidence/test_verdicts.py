@@ -101,11 +101,8 @@ def test_a_study_whose_interval_excludes_zero_says_that_the_direction_holds():
         (STUDY, "less", "fails"),
         (LOWER, "less", "holds"),
         (MIXED, "less", "inconclusive"),
-        (
-            (0.1 + 0.2 + 0.1, 0.4, 0.4),
-            "greater",
-            "inconclusive",
-        ),  # more than .4 by rounding alone
+        # More than .4 by rounding alone.
+        ((0.1 + 0.2 + 0.1, 0.4, 0.4), "greater", "inconclusive"),
         ((0.401, 0.402, 0.399), "equal", "holds"),  # within .01
         ((0.45, 0.46, 0.44), "equal", "fails"),
         ((0.35, 0.36, 0.34), "equal", "fails"),
@@ -124,16 +121,10 @@ def test_the_label_follows_the_recorded_values(scores, direction, label):
     ("scores", "claimed", "label"),
     [
         # Student's half width of 4.303 s / 3½ is 2.48 points for s = 1, around a mean of 1 point
-        (
-            (0.40, 0.41, 0.42),
-            0.02,
-            "too small to see here",
-        ),  # in -1.48 to 3.48, below 2.48
-        (
-            (0.40, 0.41, 0.42),
-            0.03,
-            "inconclusive",
-        ),  # in the interval, and large enough to be seen
+        # In -1.48 to 3.48, below 2.48.
+        ((0.40, 0.41, 0.42), 0.02, "too small to see here"),
+        # In the interval, and large enough to be seen.
+        ((0.40, 0.41, 0.42), 0.03, "inconclusive"),
         ((0.40, 0.41, 0.42), 0.04, "excludes the paper's size"),
         ((0.40, 0.40, 0.40), 0.04, "inconclusive"),  # nothing differs
         ((0.40, 0.41, 0.42), None, "inconclusive"),
@@ -153,9 +144,9 @@ def test_across_the_border_the_papers_size_decides_what_is_said(
     (judged,) = decided(claim, pool).verdicts
     best = judged.deciding
     assert judged.label == label
-    assert (
-        "these runs could have seen 2.5 points or more" in findings.notes(best)
-    ) == (not best.side and best.smallest > 0)
+    undecided = not best.side and best.smallest > 0
+    visible = "these runs could have seen 2.5 points or more"
+    assert (visible in findings.notes(best)) == undecided
 
 
 def named(protocol, pool):
@@ -423,12 +414,10 @@ def at_p(p, name):
     [
         # sorted, the limits are .05/m, 2 × .05/m, ..., .05
         ({"a": 0.2, "b": 0.001, "c": 0.016, "d": 0.03, "e": 0.012}, "bcde", "bcde"),
-        (
-            {"a": 0.04, "b": 0.001, "c": 0.022, "d": 0.2},
-            "abc",
-            "bc",
-        ),  # a: above 3 × .05/4
-        ({"a": 0.035, "b": 0.03, "c": 0.001, "d": 0.2}, "abc", "abc"),  # b: saved by a
+        # a lies above 3 × .05/4.
+        ({"a": 0.04, "b": 0.001, "c": 0.022, "d": 0.2}, "abc", "bc"),
+        # b is saved by a.
+        ({"a": 0.035, "b": 0.03, "c": 0.001, "d": 0.2}, "abc", "abc"),
         ({"a": 0.04, "b": 0.06}, "a", ""),
     ],
 )

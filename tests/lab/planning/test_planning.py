@@ -144,11 +144,8 @@ LINEARS = 4 * 2 * D + 3 * (D + F)  # inputs and outputs of a layer's linear laye
             llama(2048, D, F, L, 4, 4, True) + L * (2 * 3 * D * F + 3 * D),
         ),
         ("nano", methods.mixture(rocket.Config(), 16), L * 2 * 4 * (2 * 16 * D + D)),
-        (
-            "nano-moe",
-            methods.esft(0.1),
-            3 * 3 * 3 * D * 64,
-        ),  # 3 of 32 experts in 3 sparse layers
+        # 3 of 32 experts in 3 sparse layers.
+        ("nano-moe", methods.esft(0.1), 3 * 3 * 3 * D * 64),
     ],
 )
 def test_what_a_method_trains_is_exact(host, method, trained):

@@ -44,12 +44,9 @@ def named(result):
             weights[f"{place}.moe_gate.weight"] = part.weigh.router.weight
             for name in SEVEN[4:]:
                 for e in range(4):
-                    weights[f"{place}.{name}.experts.{e}.lora_A.weight"] = part.downs[
-                        name
-                    ][e]
-                    weights[f"{place}.{name}.experts.{e}.lora_B.weight"] = part.ups[
-                        name
-                    ][e]
+                    lora = f"{place}.{name}.experts.{e}"
+                    weights[f"{lora}.lora_A.weight"] = part.downs[name][e]
+                    weights[f"{lora}.lora_B.weight"] = part.ups[name][e]
         else:
             weights[f"{place}.lora_A.weight"] = part.down[0]
             weights[f"{place}.lora_B.weight"] = part.up[0]

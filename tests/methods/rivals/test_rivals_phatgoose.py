@@ -85,9 +85,9 @@ def test_a_gate_starts_at_half_strength_with_the_gradient_of_the_closed_form(
     torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=1e-5)
     out.loss.backward()
     delta = lora.scale * seen["x"] @ lora.down[PATH].T @ lora.up[PATH].T
-    wanted = 0.25 * ((seen["gradient"] * delta).sum(-1, keepdim=True) * seen["x"]).sum(
-        (0, 1)
-    )
+    # y = base + sigmoid(v x) delta, and at v = 0 the sigmoid has a slope of 1/4.
+    of_gate = (seen["gradient"] * delta).sum(-1, keepdim=True)  # [B, T, 1]
+    wanted = 0.25 * (of_gate * seen["x"]).sum((0, 1))
     torch.testing.assert_close(part.weigh.v.grad, wanted, rtol=1e-4, atol=1e-6)
     assert part.down.grad is None
     assert part.base_layer.weight.grad is None

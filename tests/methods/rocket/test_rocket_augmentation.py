@@ -54,11 +54,8 @@ def test_data_selection_equals_the_literal_algorithm_in_rows_and_order(
 
 def test_of_two_equal_rows_one_stays_and_the_repr_filter_goes_on_until_the_budget_is_full():
     for near, rule, stays in (
-        (
-            [0.5, 0.5],
-            "standing",
-            1,
-        ),  # Line 7 is a strict "more similar": else i, the first, goes.
+        # Line 7 is a strict "more similar": else i, the first, goes.
+        ([0.5, 0.5], "standing", 1),
         ([0.1, 0.9], "standing", 1),
         ([0.1, 0.9], "index", 0),  # as released: the lower index, whatever is nearer
         ([0.9, 0.1], "any", 0),
@@ -86,16 +83,17 @@ def test_samplers_repeat_and_do_not_depend_on_the_blocks(sampler):
     pool = 0.2 * vectors(9, 200, 3)
     config = Config(budget=10, sampler=sampler, duplicates="keep")
     parts = np.split(pool, [9, 18, 150])
-    one, two, other = (
-        augment.choose(shots, stream, config, seed=seed).index.tolist()
-        for stream, seed in ((parts, 1), ([pool], 1), (parts, 2))
-    )
-    assert one == two
-    assert (other == one) is (sampler == "centroid")
+
+    def chosen(stream, seed):
+        return augment.choose(shots, stream, config, seed=seed).index.tolist()
+
+    rows = chosen(parts, 1)
+    assert rows == chosen([pool], 1)
+    # By the centroid nothing is drawn.
+    assert (rows == chosen(parts, 2)) is (sampler == "centroid")
     if sampler == "centroid":
-        assert set(one) == set(
-            np.argsort(np.linalg.norm(pool - shots.mean(0), axis=1))[:10]
-        )
+        distances = np.linalg.norm(pool - shots.mean(0), axis=1)
+        assert set(rows) == set(np.argsort(distances)[:10])
 
 
 def test_inside_the_hull_means_what_a_linear_programme_says():
