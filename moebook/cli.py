@@ -501,12 +501,11 @@ def doctor(options: argparse.Namespace) -> int:
     for finding in examine(Path.cwd()):
         print(finding, flush=True)
         ready &= not finding.failures
-    print(
-        "this machine is ready"
-        if ready
-        else "not ready: see the lines that begin with FAILS"
-    )
-    return int(not ready)
+    if not ready:
+        print("not ready: see the lines that begin with FAILS")
+        return 1
+    print("this machine is ready")
+    return 0
 
 
 @command(

@@ -189,22 +189,26 @@ def cores() -> int:
     )
 
 
+def _processor() -> str:
+    """Name the processor: by its model on Linux, else as Python does."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        model = re.search(r"^model name.*?: *(.*)", info.read_text(), re.M)
+        if model:
+            return model[1].strip()
+    return platform.processor() or platform.machine()
+
+
 def environment() -> dict[str, Any]:
     """Describe what a result may depend on; no host name, user name or path: it is committed."""
     import torch
 
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-    info = Path("/proc/cpuinfo")
-    model = re.search(
-        r"^model name.*?: *(.*)", info.read_text() if info.exists() else "", re.M
-    )
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "versions": versions(),
-        "cpu": model[1].strip()
-        if model
-        else platform.processor() or platform.machine(),
+        "cpu": _processor(),
         "cores": cores(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": torch.get_num_threads(),

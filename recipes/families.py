@@ -123,11 +123,9 @@ def ordering(rng: Random) -> Pair:
     """Ask to sort numbers."""
     numbers = _numbers(rng)
     down = rng.random() < 0.3
-    order = (
-        "from the largest to the smallest"
-        if down
-        else "from the smallest to the largest"
-    )
+    order = "from the smallest to the largest"
+    if down:
+        order = "from the largest to the smallest"
     return f"Sort {order}: {_listed(numbers)}", _listed(sorted(numbers, reverse=down))
 
 

@@ -344,7 +344,9 @@ def test_links_inside_the_repository_lead_somewhere():
         (ROOT / f"{name}.md").read_text()
         for name in ("README", "CONTRIBUTING", "ADDING", "CHANGELOG")
     ]
-    for link in re.findall(r"\]\(([^)#]+)", "".join(texts)):
+    links = re.findall(r"\]\(([^)#]+)", "".join(texts))
+    assert links
+    for link in links:
         assert link.startswith("http") or (ROOT / link).exists(), link
 
 

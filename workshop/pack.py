@@ -73,15 +73,9 @@ def main(folder: Path) -> Path:
         README.format(python=python, system=os.uname().sysname)
     )
     for part in sorted(pack.iterdir()):
-        files = (
-            [part]
-            if part.is_file()
-            else [path for path in part.rglob("*") if path.is_file()]
-        )
-        print(
-            f"{size(sum(path.stat().st_size for path in files)):>8}  {part.name}",
-            flush=True,
-        )
+        files = [path for path in (part, *part.rglob("*")) if path.is_file()]
+        total = sum(path.stat().st_size for path in files)
+        print(f"{size(total):>8}  {part.name}", flush=True)
     attempt(pack)
     return pack
 

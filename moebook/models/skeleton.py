@@ -146,11 +146,9 @@ def on_meta() -> Iterator[None]:
     real = torch.autocast
 
     def stand_in(device_type: str, *args: Any, **settings: Any) -> Any:
-        return (
-            nullcontext()
-            if device_type == "meta"
-            else real(device_type, *args, **settings)
-        )
+        if device_type == "meta":
+            return nullcontext()
+        return real(device_type, *args, **settings)
 
     torch.autocast = stand_in
     try:

@@ -153,7 +153,7 @@ def test_the_two_banks_differ_in_where_each_lora_starts_and_no_pair_shares_a_sta
         firsts = {}
         for kind, bank in banks.items():
             of_bank = [lora.provenance["training"]["seed"] for lora in bank.values()]
-            assert [lora.provenance["losses"] for lora in bank.values()]
+            assert all(lora.provenance["losses"] for lora in bank.values())
             firsts[kind] = of_bank
         assert firsts["shared"] == [1000 * seed] * 2
         assert firsts["own"] == [1000 * seed, 1000 * seed + 1]

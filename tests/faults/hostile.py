@@ -432,11 +432,8 @@ def differs(result: Any, truth: Any, tolerance: float) -> str:
         if silent.any():
             place = tuple(np.argwhere(silent)[0])
             return f"{part[place]} at {place}, the truth is {right[place]}"
-    texts = []
-    for value in (result, truth):
-        texts.append([leaf for leaf in leaves(value) if isinstance(leaf, str)])
-    return (
-        ""
-        if texts[0] == texts[1]
-        else f"texts {texts[0][:5]}, the truth has {texts[1][:5]}"
-    )
+    texts = [leaf for leaf in leaves(result) if isinstance(leaf, str)]
+    true_texts = [leaf for leaf in leaves(truth) if isinstance(leaf, str)]
+    if texts != true_texts:
+        return f"texts {texts[:5]}, the truth has {true_texts[:5]}"
+    return ""

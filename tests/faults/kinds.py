@@ -132,10 +132,8 @@ def lora(name: str, seed: int) -> loras.Lora:
     draw = torch.Generator().manual_seed(seed)
     model = base()
     paths = list(loras.linears(model, ["q_proj"]))
-    down, up = (
-        {path: torch.randn(shape, generator=draw) for path in paths}
-        for shape in ((2, 16), (16, 2))
-    )
+    down = {path: torch.randn(2, 16, generator=draw) for path in paths}
+    up = {path: torch.randn(16, 2, generator=draw) for path in paths}
     told = {"data": "sums", "prompts": ["0123456789abcdef"], "losses": [1.5]}
     return loras.Lora(name, 2, 4.0, down, up, fingerprint(model), provenance=told)
 

@@ -176,11 +176,9 @@ def test_an_argument_of_another_shape_device_or_dtype_is_refused(op, argument):
         message = rf"E-DEVICE: {named}: .*\b(meta.*cpu|cpu.*meta)\b"
         refused(message, op, **{argument: methodcaller("to", "meta")})
     if op in (*ROUTED, "lora_mixture"):
-        short = (
-            "E-RANGE: Routing: ids are 0 to 2"
-            if argument == "counts"
-            else f"E-SHAPE: {named}"
-        )
+        short = f"E-SHAPE: {named}"
+        if argument == "counts":
+            short = "E-RANGE: Routing: ids are 0 to 2"
         refused(f"{short}.* expected ", op, **{argument: lambda t: t[..., :-1]})
     name = argument.replace("trained_", "trained ")
     for wrong in (*WRONG[op].get(argument, ()), EIGHT):

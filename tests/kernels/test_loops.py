@@ -62,11 +62,9 @@ def given(op, shape=None, dtype=torch.float64):
 
 
 def by_op(op, of, impl, K=2, chosen=None, act=F.silu):
-    slots = (
-        None
-        if chosen is None
-        else places(of["logits"].shape[1], chosen, of["x"].device)
-    )
+    slots = None
+    if chosen is not None:
+        slots = places(of["logits"].shape[1], chosen, of["x"].device)
     return call(op, of | {"slots": slots}, impl, K=K, act=act)
 
 

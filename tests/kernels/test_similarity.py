@@ -223,11 +223,9 @@ def test_many_blocks_keep_what_the_literal_loops_keep(problem, ordered, rule):
     rows = (drawn(50, width).repeat(count // 50, 1) + 0.5 * drawn(count, width, 1)).to(
         dtype
     )
-    key = (
-        drawn(count, 1)[:, 0].sort(descending=True).values
-        if ordered
-        else drawn(count, 1)[:, 0]
-    )
+    key = drawn(count, 1)[:, 0]
+    if ordered:
+        key = key.sort(descending=True).values
     cosines = normalize(rows.double()) @ normalize(rows.double()).T
     assert not (
         (cosines - threshold).abs() < 1e-7

@@ -182,15 +182,15 @@ def test_merged_and_reloaded_the_logits_are_equal(
 def test_each_option_frees_its_own_modules_alone(option, mixture):
     model = mixture("DeepseekV2")
     esft.specialise(model, selection_of(model, **{option: True}))
-    free, rest = (
-        {n for n in group if ".experts." not in n}
-        for group in (esft.trained(model), dict(model.named_parameters()))
-    )
-    signs = {"shared_experts": ".shared_experts.", "router": ".mlp.gate."}
+    every = {name for name, _ in model.named_parameters() if ".experts." not in name}
+    free = {name for name in esft.trained(model) if ".experts." not in name}
+    shared = {name for name in every if ".shared_experts." in name}
+    router = {name for name in every if ".mlp.gate." in name}
     owned = {
-        key: {name for name in rest if sign in name} for key, sign in signs.items()
+        "shared_experts": shared,
+        "router": router,
+        "non_expert_modules": every - shared - router,
     }
-    owned["non_expert_modules"] = rest - owned["shared_experts"] - owned["router"]
     assert free == owned[option] != set()
 
 

@@ -84,6 +84,7 @@ def test_gate_scores_of_a_renormalised_router_sum_to_one_whatever_its_factor_is_
 ):
     """A wrong factor would choose too few experts, unless p is taken as a share of the total."""
     scores = esft.measure(of_family(kind), [batch])
+    assert scores.gate
     for layer, row in scores.gate.items():
         assert row.sum().item() == pytest.approx(1, abs=1e-5)
         assert scores.token[layer].sum().item() == pytest.approx(1, abs=1e-12)

@@ -48,11 +48,9 @@ def test_router_reads_the_ffn_input_and_adapters_its_output(family, host, batch)
         part.register_forward_hook(
             lambda m, args, out, n=name: seen.update({n: (args[0], out)})
         )
-    norm = (
-        "pre_feedforward_layernorm"
-        if family == "Gemma2"
-        else "post_attention_layernorm"
-    )
+    norm = "post_attention_layernorm"
+    if family == "Gemma2":
+        norm = "pre_feedforward_layernorm"
     getattr(layer, norm).register_forward_hook(
         lambda m, args, out: seen.update(norm=out)
     )
@@ -190,6 +188,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(host, batch):
         (model(**batch, use_cache=False).loss + pesc.balance_loss(model)).backward()
         assert len(routers(model)[0].trace.decisions) == 2
         grads.append({name: p.grad for name, p in pesc.trained(model, config).items()})
+    assert grads[0].keys() == grads[1].keys() != set()
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, msg=name)
 

@@ -79,13 +79,12 @@ def naive(model, batches, tensor):
             # And a norm after the attention.
             after = hasattr(layer, "post_feedforward_layernorm")
             added = layer.post_attention_layernorm(seen[i]) if after else seen[i]
-            norm = (
-                layer.pre_feedforward_layernorm
-                if gemma
-                else layer.post_attention_layernorm
-            )
-            # OLMo 2 has none there.
-            norm = norm if gemma or not after else torch.nn.Identity()
+            if gemma:
+                norm = layer.pre_feedforward_layernorm
+            elif after:  # OLMo 2 has none before the FFN
+                norm = torch.nn.Identity()
+            else:
+                norm = layer.post_attention_layernorm
             value = {"block_input": states[i], "attention_output": seen[i]}
             value |= {
                 "residual": states[i] + added,

@@ -59,11 +59,9 @@ def said(row: Row) -> str:
     if row.claim.ended:
         return f"{_strong('withdrawn')}: {row.claim.ended} {_before(row)}".strip()
     if not row.verdicts:
-        why = (
-            f": {row.claim.untestable}"
-            if row.claim.untestable
-            else " at a scale that can test it."
-        )
+        why = " at a scale that can test it."
+        if row.claim.untestable:
+            why = f": {row.claim.untestable}"
         return _strong(row.labels[0]) + why
     if len({*row.labels}) == 1 and all(verdict.shown.exact for verdict in row.verdicts):
         return told(row.verdicts[-1], where="")  # computed, and alike at all scales
@@ -466,10 +464,8 @@ def choices(pool: Pool, kind: str) -> pd.DataFrame:
 def of(pools: dict[str, Pool], protocol: str) -> Pool:
     """Return the pool of a protocol, or refuse with those that there are."""
     if protocol not in pools:
-        hint = (
-            nearest(protocol, pools)
-            if pools
-            else "there is none yet: see moebook study --help"
-        )
+        hint = "there is none yet: see moebook study --help"
+        if pools:
+            hint = nearest(protocol, pools)
         refuse("E-PROTOCOL", f"no pool of protocol '{protocol}'; {hint}")
     return pools[protocol]

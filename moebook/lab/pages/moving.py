@@ -107,8 +107,5 @@ def _recorded(
 def _name(run: Run, task: str) -> str:
     """Name a task, the base and the scale, as the reader chooses it."""
     base = str(run.settings["base"]).partition("@")[0].rpartition("/")[2]
-    return (
-        f"{task} on {base}"
-        if run.tier in store.COMMITTED
-        else f"{task} on {base}, this build"
-    )
+    name = f"{task} on {base}"
+    return name if run.tier in store.COMMITTED else f"{name}, this build"

@@ -149,11 +149,9 @@ def _failure(manager: runner.Kernel) -> str:
         return f"took longer than {SECONDS} seconds; try again on mains"
     except CellExecutionError as error:
         raised = f"{error.ename}: {error.evalue}"
-        return (
-            no_memory(raised)
-            if lacks_memory(raised)
-            else f"{raised}; reinstall the packages"
-        )
+        if lacks_memory(raised):
+            return no_memory(raised)
+        return f"{raised}; reinstall the packages"
     except RuntimeError:
         return f"no kernel: it {manager.ending}{manager.last_words}; free memory and try again"
     return ""

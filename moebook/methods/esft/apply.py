@@ -104,11 +104,9 @@ def fitting(model: nn.Module, selection: Selection) -> list[Layer]:
                 "E-RANGE",
                 f"{where}: expert {largest}, the model has 0 to {layer.count - 1}",
             )
-        bank = (
-            layer.experts.frozen
-            if isinstance(layer.experts, SplitExperts)
-            else layer.experts
-        )
+        bank = layer.experts
+        if isinstance(bank, SplitExperts):
+            bank = bank.frozen
         shapes = {name: tuple(p.shape) for name, p in bank.named_parameters()}
         fused = {
             "gate_up_proj": (layer.count, 2 * layer.width, hidden),

@@ -90,11 +90,10 @@ def select(
         _check_groups(groups, rows)
     experts = {}
     for layer, row in rows.items():
-        units = (
-            [(expert,) for expert in range(len(row))]
-            if groups is None
-            else groups[layer]
-        )
+        # Without groups each expert is chosen by itself.
+        units: Sequence[tuple[int, ...]] = [(expert,) for expert in range(len(row))]
+        if groups is not None:
+            units = groups[layer]
         experts[layer] = tuple(chain.from_iterable(_best(row, units, config, layer)))
     return Selection(
         experts=experts,

@@ -45,16 +45,23 @@ Pins = Mapping[str, hub.Origin]
 Origin = Literal["embedded", "hub"]  # where rows come from
 NOWHERE: Pins = hub.pins("")
 FOLDER = Path(__file__).parent / "nano"
+
+
+def _source(entry: dict[str, Any]) -> Source:
+    """Return a source of the catalogue: one that the hub's module knows, or of its own fields."""
+    if "known" in entry:
+        return hub.CATALOGUE[entry["known"]]
+    shared = CATALOGUE["collected"] if "files" in entry else {}
+    return Source(**shared, **entry)
+
+
 with formed(Path(__file__).with_name("catalogue.yaml")) as CATALOGUE:
     EMBEDDED: list[str] = CATALOGUE["embedded"]
     QUESTIONS: list[str] = CATALOGUE["questions"]
     HELD_OUT: dict[str, str] = CATALOGUE["held_out"]
     TESTED: dict[str, str] = HELD_OUT | CATALOGUE["open"]
     SOURCES: dict[str, Source] = {
-        name: hub.CATALOGUE[entry["known"]]
-        if "known" in entry
-        else Source(**(CATALOGUE["collected"] if "files" in entry else {}), **entry)
-        for name, entry in CATALOGUE["sources"].items()
+        name: _source(entry) for name, entry in CATALOGUE["sources"].items()
     }
 SETS: dict[str, Source] = hub.CATALOGUE | SOURCES
 with formed(FOLDER / "recipe.yaml") as RECIPE:

@@ -516,11 +516,9 @@ def _plain(path: Path) -> Plain:
         expected = f"{every.get(name)!r}, as plain LoRA has it"
         if name not in every:
             unknown = f"which PEFT {peft.__version__} does not know"
-            expected = (
-                f"{unknown}: did you mean '{guess[0]}'?"
-                if guess
-                else f"none, {unknown}"
-            )
+            expected = f"none, {unknown}"
+            if guess:
+                expected = f"{unknown}: did you mean '{guess[0]}'?"
         refuse("E-CONFIG", f"{path}: {name} is {shown(value)}, expected {expected}")
     with located(path):
         return Plain(**{name: content[name] for name in known if name in content})

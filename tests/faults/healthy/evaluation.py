@@ -226,10 +226,9 @@ def true_agreement(table):
             raise ValueError("correct")
         pairs = [(r > w) + (r == w) / 2 for r, w in product(right, wrong)]
         area = sum(pairs) / len(pairs) if pairs else np.nan
-        mean = [
-            np.mean([getattr(line, n) for line in part]) for n in ("correct", "grade")
-        ]
-        lines[name] = [len(part), *mean, area]
+        correct = np.mean([line.correct for line in part])
+        grade = np.mean([line.grade for line in part])
+        lines[name] = [len(part), correct, grade, area]
     return pd.DataFrame.from_dict(lines, orient="index")
 
 

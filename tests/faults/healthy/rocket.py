@@ -210,6 +210,11 @@ def only(model, expert):
         return logits(model)
 
 
+def have_prompts(rows):
+    """Whether each row has a prompt that is text."""
+    return all(isinstance(row["prompt"], str) for row in rows)
+
+
 def true_names(names):
     """All of the bank where none are named."""
     if not names:
@@ -440,12 +445,11 @@ def true_split(experts, mixture):
     every = experts.astype(bool).all(0)
     anyone = experts.astype(bool).any(0)
     mixed = anyone & ~every
-    errors = (
-        1 - experts.astype(bool)[:, mixed].mean(1)
-        if mixed.any()
-        else np.full(len(experts), np.nan)
-    )
-    whole = 1 - mixture.astype(bool)[mixed].mean() if mixed.any() else np.nan
+    errors = np.full(len(experts), np.nan)
+    whole = np.nan
+    if mixed.any():
+        errors = 1 - experts.astype(bool)[:, mixed].mean(1)
+        whole = 1 - mixture.astype(bool)[mixed].mean()
     return {
         "all right": every.mean(),
         "mixed": mixed.mean(),
@@ -650,14 +654,12 @@ ROWS = {
     "methods.rocket.bank.leaks": Row(
         lambda rows, task: bank.leaks(made(), rows, task=task)["shared"].tolist(),
         lambda: {"rows": shots(), "task": "sums"},
-        lambda rows, task: [0 * len(row["prompt"]) for row in rows][:0] + [0] * 3,
+        lambda rows, task: must(have_prompts(rows)) and [0] * 3,
     ),
     "methods.rocket.bank.guarded": Row(
         lambda rows, task: sorted(bank.guarded(made(), rows, task=task)),
         lambda: {"rows": shots(), "task": "sums"},
-        lambda rows, task: (
-            [row["prompt"] for row in rows][:0] + sorted({*"abc"} - {task})
-        ),
+        lambda rows, task: must(have_prompts(rows)) and sorted({*"abc"} - {task}),
     ),
     "methods.rocket.bank.embedded": Row(
         lambda size, seed, names: {

@@ -204,9 +204,7 @@ def test_drawn_parameters_run_or_are_refused_before_any_work(number, rerun):
         changed = draws.changes(name, draws.by_number(number), affordable=True)
     except Refusal:
         return  # outside of what is declared: refused where parameters are read
-    # `rerun` asserts that all values are finite, or that nothing had trained.
-    refusal = rerun(name, changed)
-    assert refusal is None or refusal.code
+    rerun(name, changed)  # asserts that all values are finite, or nothing had trained
 
 
 @pytest.mark.parametrize("idle", drawn("idle", IDLE))

@@ -1,6 +1,7 @@
 """MixLoRA: the package `mixlora`, a plain loop, PEFT's LoRA and the balance loss of Mixtral."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,20 +130,16 @@ def test_one_expert_is_pefts_lora_and_none_trained_the_base(
     theirs = get_peft_model(base(), config)
     result = mixed(model, placement=placement, experts=1, top_k=1)
     for path, part in result.parts.items():
-        names = (
-            {path: part}
-            if not path.endswith("mlp")
-            else {f"{path}.{n}": n for n in SEVEN[4:]}
-        )
-        for full, name in names.items():
-            down, up = (
-                (part.down, part.up)
-                if part is name
-                else (part.downs[name], part.ups[name])
-            )
+        factors = {path: part}
+        if path.endswith("mlp"):
+            factors = {}
+            for name in SEVEN[4:]:
+                pair = SimpleNamespace(down=part.downs[name], up=part.ups[name])
+                factors[f"{path}.{name}"] = pair
+        for full, pair in factors.items():
             lora = theirs.get_submodule(f"base_model.model.{full}")
-            lora.lora_A["default"].weight.data = down[0].data
-            lora.lora_B["default"].weight.data = up[0].data
+            lora.lora_A["default"].weight.data = pair.down[0].data
+            lora.lora_B["default"].weight.data = pair.up[0].data
             assert full.rpartition(".")[2] in targets
     expected = theirs.eval()(**batch).logits
     torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-4)

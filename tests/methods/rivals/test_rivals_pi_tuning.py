@@ -31,7 +31,9 @@ def test_similarity_by_hand():
         for share in shares.values()
     ]
     assert like(a, b) == pytest.approx(like(b, a)) == pytest.approx(sum(both) / 2)
-    small = [{name: 1e-9 * t for name, t in each.items()} for each in (a, b)]
+    small = []
+    for one in (a, b):
+        small.append({name: 1e-9 * tensor for name, tensor in one.items()})
     assert like(*small) == pytest.approx(like(a, b))
     plain = [float(torch.cosine_similarity(a[name], b[name], dim=0)) for name in a]
     released = like(*small, eps=1e-6)

@@ -119,7 +119,9 @@ def test_answers_padding_and_neighbours_leave_p_and_y_as_they_are(batch, merged)
     p = result.weights(batch)
     logits = result.model(**batch).logits
     answered = {**batch, "input_ids": torch.where(asked, batch["input_ids"], 7)}
-    for path, weights in result.weights(answered).items():
+    again = result.weights(answered)
+    assert again.keys() == p.keys()
+    for path, weights in again.items():
         assert torch.equal(weights, p[path])
     wider = {
         name: torch.nn.functional.pad(t, (0, 4), value=0) for name, t in batch.items()
