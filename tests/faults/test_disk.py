@@ -219,13 +219,13 @@ def test_a_disk_that_fails_at_any_call_loses_nothing(
         if found != after:
             act(folder, 2)
         if found == before:
-            left = "old"
+            state_now = "old"
         elif found == after:
-            left = "new"
+            state_now = "new"
         else:
-            left = "missing"
+            state_now = "missing"
         fault = f"{act.__name__}, {errno.errorcode[number]}"
-        figures("disk", fault, faults=1, **{left: 1})
+        figures("disk", fault, faults=1, **{state_now: 1})
         # Where all is new, a lock may be left that could not be removed, until the next sweep.
         rest = [
             name
