@@ -30,8 +30,8 @@ os.environ |= {
 # One thread: results repeat bit for bit at a fixed count, and tiny models are faster so.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Importing and collecting make a million objects that stay, and looking for garbage among them
-# takes a third of that time: it begins when all is collected, and passes them by.
+# What is imported and collected stays, and looking for garbage among it takes a quarter of that
+# time and more: it begins when all is collected, and passes it by.
 gc.disable()
 
 settings.register_profile("moebook", deadline=None, derandomize=True)

@@ -71,10 +71,14 @@ def stored(model: nn.Module, base: nn.Module) -> int:
     """Bytes of the tensors that the base does not hold: what is kept for this arm beside it."""
     known = {_digest(tensor) for tensor in base.state_dict().values()}
     added = {_digest(part): part.nbytes for part in model.state_dict().values()}
-    for part in [part for part in model.modules() if isinstance(part, SplitExperts)]:
-        # Its chosen rows stand in for frozen ones.
+    for part in model.modules():
+        if not isinstance(part, SplitExperts):
+            continue
+        # The experts that train stand in for as many frozen ones, which nobody keeps.
         for name in ("gate_up_proj", "down_proj"):
-            added[_digest(getattr(part.frozen, name))] -= getattr(part, name).nbytes
+            frozen = getattr(part.frozen, name)
+            chosen = getattr(part, name)
+            added[_digest(frozen)] -= chosen.nbytes
     return sum(size for digest, size in added.items() if digest not in known)
 
 

@@ -192,7 +192,11 @@ def nats(model: nn.Module, rows: Rows, *, pad_id: int = 0, batch: int = 32) -> f
     batches = Batches(rows, batch, seed=0, pad_id=pad_id)
     batches.check(vocabulary(model), longest(model))
     order = np.argsort(batches.lengths, kind="stable")
-    labels = sum(label != IGNORED for row in batches.row_labels for label in row[1:])
+    label_count = 0
+    for row in batches.row_labels:
+        label_count += sum(
+            label != IGNORED for label in row[1:]
+        )  # none is before the first
     with evaluating(model):
         check(model, loss=True)
         if batches.per_epoch > 1 and not getattr(model, "accepts_loss_kwargs", True):
@@ -202,9 +206,8 @@ def nats(model: nn.Module, rows: Rows, *, pad_id: int = 0, batch: int = 32) -> f
             )
         for chosen in np.array_split(order, batches.per_epoch):
             inputs = send_to_device(batches.collate(chosen), device)
-            total += model(
-                **inputs, num_items_in_batch=labels, use_cache=False
-            ).loss.item()
+            asked = {"num_items_in_batch": label_count, "use_cache": False}
+            total += model(**inputs, **asked).loss.item()
     if not math.isfinite(total):
         refuse(
             "E-NONFINITE",

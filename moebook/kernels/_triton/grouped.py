@@ -269,7 +269,7 @@ def _weight_gradient(
 
 @triton.jit
 def _combine(rows, place, out, D: tl.constexpr, K: tl.constexpr, BD: tl.constexpr):
-    """out[t] = the sum of the rows of t's K slots."""
+    """Add each token's K rows: of ``rows [S, D]``, at ``place [T, K]``, into ``out [T, D]``."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     total = tl.zeros((BD,), dtype=tl.float32)

@@ -359,8 +359,10 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
         low, high = map(_said, ends)
         if low != high:
             text.append(f"{_said(value)} ({low} to {high})")
-        elif ends[0] == value > 1 and float(value).is_integer():
-            text.append(f"{value:,.0f}")  # a count, the same in each run
+        elif ends[0] == value and float(value).is_integer():
+            text.append(
+                f"{value:,.0f}"
+            )  # whole and the same in each run, as a count is
         else:
             text.append(_said(value))
     wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")

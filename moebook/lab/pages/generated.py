@@ -49,7 +49,7 @@ def write(folder: Path) -> None:
 def told(folder: Path) -> dict[str, str]:
     """Return what was found, in prose and in the front page's figure, by committed runs alone.
 
-    The run that a page shows would move what was computed in it (`verdicts.row`).
+    A run that a page shows may be the only one at its scale, and differs from build to build.
     """
     rows = verdicts.ledger(folder, live=False)
     drawn = _promises(rows, folder)

@@ -225,6 +225,7 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
     assert (
         findings.table(frame.assign(value=12.0, low=12.0, high=12.0)).loss["c"] == "12"
     )
+    assert findings.table(frame.assign(value=0.0, low=0.0, high=0.0)).loss["c"] == "0"
     assert findings.arms(TOY, ["d"], names).empty
     told = findings.runs({"nano": TOY})
     assert told.loc["nano", ["seeds", "runs", "arms"]].tolist() == ["0, 1, 4", 3, 2]

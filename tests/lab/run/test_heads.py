@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from moebook import lists
 from moebook.intervals import sees
 from moebook.lab.evidence import heads
 from moebook.lab.records import Run, Value, write_run
+from moebook.lab.run import study
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAD = """\
@@ -166,9 +169,38 @@ def test_a_pool_at_fixed_rates_has_a_pool_of_other_seeds_that_chose_them():
         paths = [path.with_name(f"{one}.yaml") for one in chosen]
         others = [other for other in paths if other.is_file()]
         assert others, f"{path.name}: no pool chooses its rates"
-        assert seeds(text) not in [seeds(other.read_text()) for other in others]
+        for other in others:
+            assert seeds(text).isdisjoint(seeds(other.read_text()))
+
+
+def test_fixed_rates_are_those_of_the_least_mean_loss_and_none_is_at_an_end(pools):
+    """Of every pool on record that chose them, over all of its seeds."""
+    checked = 0
+    for path in (ROOT / "notebooks").glob("*.fixed.yaml"):
+        name = path.stem[3:].partition(".")[0]
+        pool = pools(name).get("tuning")
+        if pool is None:
+            continue
+        designed = seeds(
+            path.with_name(path.name.replace("fixed", "tuning")).read_text()
+        )
+        assert set(pool.seeds) == designed
+        grid = lists.rates("rates", pool.runs[0].settings["rates"])
+        fixed = lists.rates_by_name("fixed_rates", setting(path, "fixed_rates"))
+        for arm, rate in fixed.items():
+            losses = {}
+            for tried in grid:
+                losses[tried] = pool.average(f"{name}/rate/{arm}/{tried:g}")
+            assert min(losses, key=losses.get) == rate, arm
+            assert rate not in (min(grid), max(grid)), arm
+            checked += 1
+    assert checked
+
+
+def setting(path, name):
+    return yaml.safe_load(path.read_text())[name]
 
 
 def seeds(text):
     (line,) = [part for part in text.splitlines() if part.startswith("# Seeds: ")]
-    return line.removeprefix("# Seeds: ")
+    return set(study.seeds(line.removeprefix("# Seeds: ")))
