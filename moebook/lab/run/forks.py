@@ -74,9 +74,10 @@ def serve(listening: socket.socket) -> dict[str, Any] | None:
                     for pid in clients:
                         end(pid)
                     return None
-                else:  # a client says nothing more: it has ended
+                elif event.data in clients:  # it says nothing more: it has ended
                     events.unregister(event.fileobj)
                     end(event.data)
+                # Else its fork ended at the same time, and `tell` has closed its line.
 
 
 def answer(
@@ -123,15 +124,19 @@ def tell(
     if done:
         code = os.waitstatus_to_exitcode(status)
         told = {"returncode": code, "seconds": used.ru_utime + used.ru_stime}
-        with clients.pop(pid) as client, suppress(OSError, KeyError):
-            client.sendall(json.dumps(told).encode() + b"\n")
-            events.unregister(client)
+        with clients.pop(pid) as client:
+            with suppress(KeyError):  # it has ended, and is no longer listened to
+                events.unregister(client)
+            with suppress(OSError):  # it ends in this moment
+                client.sendall(json.dumps(told).encode() + b"\n")
 
 
 def end(pid: int) -> None:
     """Ask a fork and what it started to end."""
-    with suppress(ProcessLookupError):
+    try:
         os.killpg(pid, signal.SIGTERM)
+    except ProcessLookupError:  # it has no group yet: it has just begun
+        os.kill(pid, signal.SIGTERM)
 
 
 def become(command: list[str], env: dict[str, str], cwd: str, files: list[int]) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moebook.lab.records import read_run
-from moebook.lab.run import children, publish, warm
+from moebook.lab.run import children, forks, publish, warm
 from moebook.lab.run.study import Job, side_by_side
 from tests.lab.conftest import REPOSITORY, TOY, make_project
 from tests.refusals import refused
@@ -157,6 +159,37 @@ def test_whoever_is_killed_nobody_who_depends_on_it_stays(fresh, light, place, v
     while list(processes(fresh)) and time.monotonic() < limit:
         time.sleep(0.05)
     assert list(processes(fresh)) == []
+
+
+def test_a_client_that_ended_before_it_was_told_is_not_listened_to_any_more():
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", ""], os.environ)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    client, ours = socket.socketpair()
+    with selectors.DefaultSelector() as events:
+        events.register(ours, selectors.EVENT_READ, pid)
+        client.close()
+        forks.tell(pid, {pid: ours}, events)
+        # Else the number of its line, which the next client may get, would seem to be taken.
+        assert not events.get_map()
+
+
+def test_a_client_may_end_at_the_instant_at_which_its_fork_does(place, tmp_path):
+    def ask(code):
+        with open(tmp_path / "told", "w+") as file:
+            files = [file.fileno()] * 3
+            command = ["-c", code]
+            return children.Fork(place, command, env={}, cwd=tmp_path, files=files)
+
+    fork = ask("import time; time.sleep(60)")
+    # While the process that forks waits for what another asks, it hears of neither end; then it
+    # hears of both at once.
+    with socket.socket(socket.AF_UNIX) as other:
+        other.connect(place)
+        time.sleep(0.2)
+        os.kill(fork.pid, signal.SIGKILL)
+        time.sleep(0.2)
+        fork.abandon()
+    assert ask("print(1)").wait() == 0
 
 
 def test_a_notebook_leaves_in_a_fork_what_it_leaves_in_a_new_kernel(fresh, place):
