@@ -266,7 +266,7 @@ def run(options: argparse.Namespace) -> int:
 )
 def study(options: argparse.Namespace) -> int:
     """Add runs to a pool, one per seed; exit with 1 if one failed."""
-    from moebook import storage
+    from moebook import lists, storage
     from moebook.lab.run import study as studies
 
     folder = storage.checkout()
@@ -291,7 +291,7 @@ def study(options: argparse.Namespace) -> int:
     failed = studies.study(
         options.notebook,
         options.protocol,
-        studies.seeds(options.seeds),
+        lists.seeds(options.seeds),
         folder=folder,
         arms=options.arms,
         jobs=options.jobs,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 
 from moebook.errors import refuse, refuse_unknown, shown
 
+MOST_SEEDS = 1000  # in one call
 ALL = "all"  # what a parameter that lists arms says for all of them
 
 
@@ -34,6 +36,32 @@ def numbers(name: str, text: str) -> list[float]:
 def rates(name: str, text: str) -> list[float]:
     """Split a parameter that lists learning rates with commas, each once; empty for none."""
     return _each_once(name, text, _rate)
+
+
+def seeds(text: str) -> list[int]:
+    """Read ``0-9``, ``3`` or ``0-2,7``; anything else is refused (E-RANGE)."""
+    spans: list[range] = []
+    for piece in text.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", piece.strip())
+        first = int(match[1]) if match else 1
+        last = int(match[2] or match[1]) if match else 0
+        if first > last:
+            expected = "expected rising numbers, as in 0-9 or 3"
+            refuse("E-RANGE", f"--seeds {text}: '{piece}'; {expected}")
+        spans.append(range(first, last + 1))
+    # Counted before they are listed: a span may name a billion.
+    count = sum(len(span) for span in spans)
+    if count > MOST_SEEDS:
+        most = f"expected at most {MOST_SEEDS:,} a call"
+        why = "since each is a run of its own, of minutes or hours"
+        refuse("E-RANGE", f"--seeds {text} names {count:,} seeds; {most}, {why}")
+    numbers: list[int] = []
+    for span in spans:
+        numbers += span
+    repeated = [seed for seed in numbers if numbers.count(seed) > 1]
+    if repeated:
+        refuse("E-RANGE", f"--seeds {text} names seed {repeated[0]} twice")
+    return numbers
 
 
 def _each_once(name: str, text: str, read: Callable[[str, str], float]) -> list[float]:

@@ -8,6 +8,7 @@ FOLDER holds ``results/<notebook>/<protocol>/*.parquet``, ``notebooks/*.yaml`` a
 
 import json
 import math
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -206,13 +207,26 @@ def verdict(claim, pool, effects):
     return "too small to see here" if abs(claimed) < half else "inconclusive"
 
 
-def deciders(folder):
-    """Which protocols' heads name a claim: lines ``# Decides: id, id``."""
+def deciders(folder, pools):
+    """Which protocols' heads name a claim: lines ``# Decides: id, id``.
+
+    A head that plans seeds (``# Seeds: 0-9``) decides once all of them have run, or
+    once it says why they will not (``# Stopped: why``).
+    """
     named = defaultdict(set)
     for path in folder.glob("*.yaml"):
         _, protocol, _ = path.name.split(".")
         notebook = path.name.partition(".")[0][3:]
-        for line in path.read_text(encoding="utf-8").splitlines():
+        text = path.read_text(encoding="utf-8")
+        planned = re.search(r"^# Seeds: ([\d,-]+)$", text, re.MULTILINE)
+        if planned and (notebook, protocol) in pools and "\n# Stopped: " not in text:
+            seeds = set()
+            for span in planned[1].split(","):
+                first, _, last = span.partition("-")
+                seeds |= set(range(int(first), int(last or first) + 1))
+            if not seeds <= {*pools[notebook, protocol].seeds}:
+                continue
+        for line in text.splitlines():
             if line.startswith("# Decides: "):
                 for claim in line.removeprefix("# Decides: ").split(","):
                     named[claim.strip()].add((notebook, protocol))
@@ -224,7 +238,7 @@ def main(folder):
     for place in folder.glob("results/*/*"):
         if place.parent.name != "withdrawn" and list(place.glob("*.parquet")):
             pools[place.parent.name, place.name] = Pool(place)
-    named = deciders(folder / "notebooks")
+    named = deciders(folder / "notebooks", pools)
     verdicts = {}
     for path in sorted(folder.glob("papers/*/claims.yaml")):
         for claim in yaml.safe_load(path.read_text(encoding="utf-8")):

@@ -16,13 +16,13 @@ from moebook.intervals import sees
 from moebook.lab.evidence import prose
 from moebook.lab.records import store
 from moebook.lab.records.store import Pool
-from moebook.lab.run import sources, study
+from moebook.lab.run import sources
 from moebook.lab.run.sources import duration
 
 MARK = "Decided before the first run."
 PRIMARY = "Primary measure"
 SMALLEST = "Smallest effect of interest"
-SEEDS = "Seeds"
+SEEDS = sources.SEEDS
 SPREAD = "Spread on record"
 ROWS = "Test rows"
 OTHERS = "Ten other seeds"
@@ -75,7 +75,7 @@ def _prose(head: Iterable[str]) -> str:
     """Return what a head says beside its facts: commands as code, empty lines as paragraphs."""
     said = []
     for line in head:
-        if line.partition(":")[0] in (*DECIDED, "Decides", MARK):
+        if line.partition(":")[0] in (*DECIDED, "Decides", sources.STOPPED, MARK):
             continue
         command = re.match(r"(\w+=\S+ )*moebook ", line)
         said.append(f"`{line}`" if command else line or "\n\n")
@@ -96,10 +96,17 @@ def _departures(
     facts = notebook.facts(protocol)
     if SEEDS in facts:
         others = facts.get(OTHERS, facts[SEEDS])
-        planned = {*study.seeds(facts[SEEDS]), *study.seeds(others)}
+        planned = {*lists.seeds(facts[SEEDS]), *lists.seeds(others)}
         ran = planned.intersection(pool.seeds)
         if len(ran) < len(planned):
-            departures["Stopped early"] = f"{len(ran)} of {len(planned)} seeds ran"
+            count = f"{len(ran)} of {len(planned)} seeds ran"
+            if notebook.running(protocol, folder):
+                departures["Still running"] = (
+                    f"{count}; it decides nothing before all have"
+                )
+            else:
+                why = facts.get(sources.STOPPED, "")
+                departures["Stopped early"] = f"{count}: {why}" if why else count
         added = set(pool.seeds).difference(planned)
         if added:
             departures["Seeds added later"] = ", ".join(map(str, sorted(added)))
@@ -199,7 +206,7 @@ def _computed(
     if effects is not None:
         smallest = float(facts[SMALLEST])
         seen = partial(sees, effects, smallest, items=int(facts.get(ROWS, 0)))
-        number = len(study.seeds(facts[SEEDS]))
+        number = len(lists.seeds(facts[SEEDS]))
         said = f"{seen(number):.0%} with {number} seeds"
         had = len(ran.seeds) if ran else 0
         if 1 < had < number:

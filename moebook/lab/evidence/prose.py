@@ -33,12 +33,13 @@ from pathlib import Path
 
 import numpy as np
 
+from moebook import lists
 from moebook.errors import nearest, refuse
 from moebook.intervals import interval, place
 from moebook.lab.evidence.verdicts import Row, quantity
 from moebook.lab.records import store
 from moebook.lab.records.store import Pool
-from moebook.lab.run import sources, study
+from moebook.lab.run import sources
 
 PLACE = "book/found"  # of the pages whose prose is filled
 # Braces that no back quote follows or precedes: those are roles and directives of MyST.
@@ -149,7 +150,7 @@ class Evidence:
             )
         pool = self._pool(match["pool"] or self.home, where)
         if match["seeds"]:
-            pool = pool.of_seeds(study.seeds(match["seeds"]))
+            pool = pool.of_seeds(lists.seeds(match["seeds"]))
         other = match["other"]
         less = None if other is None else reference(other)
         return _measured(text, pool, match["name"], less, where)

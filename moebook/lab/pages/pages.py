@@ -20,7 +20,7 @@ from typing import Any
 
 import jinja2
 
-from moebook import storage
+from moebook import lists, storage
 from moebook.errors import printable, refuse
 from moebook.intervals import another
 from moebook.lab import records
@@ -31,7 +31,7 @@ from moebook.lab.papers.arithmetic import STATUSES, Finding
 from moebook.lab.records import Run, Value, since, store
 from moebook.lab.records.runs import restored
 from moebook.lab.records.store import CLASS, COMMITTED, LIVE, Pool
-from moebook.lab.run import pace, sources, study
+from moebook.lab.run import pace, sources
 from moebook.lab.run.session import VALUE
 from moebook.lab.run.sources import cost, duration, size
 
@@ -349,7 +349,7 @@ def repeated(folder: Path) -> str:
                 continue
             pool = store.pool(name, protocol, folder)
             if pool:
-                every.append((pool, other, verdicts.repeated(pool, study.seeds(other))))
+                every.append((pool, other, verdicts.repeated(pool, lists.seeds(other))))
     return page("repeated", pools=every)
 
 

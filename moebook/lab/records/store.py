@@ -377,6 +377,13 @@ def pool(
     return Pool(notebook, protocol, tuple(by_seed))
 
 
+def recorded(notebook: str, protocol: str, folder: Path) -> set[int]:
+    """Return the seeds of a protocol's committed runs, by the names of their files."""
+    place = files.part(folder, "results") / notebook / protocol
+    names = (path.name for path in files.own(place, "*.parquet"))
+    return {int(name.partition(".")[0]) for name in names}
+
+
 def keep(run: Run, path: Path, folder: Path) -> None:
     """Commit a run to a file below ``results/``, then its hash to the list there.
 

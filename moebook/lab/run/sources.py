@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from moebook import storage
+from moebook import lists, storage
 from moebook.errors import printable, refuse, refuse_unknown
 from moebook.lab import papers
 from moebook.lab.records import TIERS, Run, store
@@ -25,6 +25,8 @@ from moebook.lab.run import parameters
 from moebook.lab.run.parameters import Parameter, Scalar
 
 DECIDES = "Decides: "
+SEEDS = "Seeds"
+STOPPED = "Stopped"  # before all of its seeds had run: why
 _STEM = re.compile(r"\d\d_([a-z0-9_]+)")
 
 
@@ -110,6 +112,22 @@ class Notebook:
                 ids += re.split(r",\s*", line.removeprefix(DECIDES))
         return [claim_id for claim_id in ids if claim_id]
 
+    def missing(self, protocol: str, folder: Path) -> set[int]:
+        """Return the seeds that its head plans and that have not run."""
+        planned = self.facts(protocol).get(SEEDS)
+        if planned is None:
+            return set()
+        return {*lists.seeds(planned)} - store.recorded(self.name, protocol, folder)
+
+    def running(self, protocol: str, folder: Path) -> bool:
+        """Whether seeds that its head plans are still to run: until then it decides nothing.
+
+        Else one could look at each seed that comes in, and stop where one likes what one sees. A
+        study that ended before says in its head why (``Stopped: memory ran out``).
+        """
+        stopped = STOPPED in self.facts(protocol)
+        return not stopped and bool(self.missing(protocol, folder))
+
     def design(self, protocol: str) -> dict[str, Any]:
         """Return the parameters that all runs of a protocol share."""
         return design(self.defaults | self.settings(protocol))
@@ -161,8 +179,9 @@ def notebooks(folder: Path) -> dict[str, Notebook]:
 def deciders(folder: Path) -> dict[str, set[str]]:
     """Return by claim the protocols that decide it, as their heads say (``Decides: id, id``).
 
-    A claim that does not exist or belongs to another notebook is refused, and so are
-    two protocols of one scale that decide the same claim (E-CONFIG).
+    One that is still running decides nothing yet. A claim that does not exist or belongs to
+    another notebook is refused, and so are two protocols of one scale that decide the same claim
+    (E-CONFIG).
     """
     known = {claim.id: claim for claim in papers.claims()}
     protocols: dict[str, set[str]] = {}
@@ -171,7 +190,9 @@ def deciders(folder: Path) -> dict[str, set[str]]:
         for protocol in notebook.protocols:
             where = f"{notebook.path.stem}.{protocol}.yaml"
             scale = store.scale(str(notebook.design(protocol).get("base", "")))
-            for claim in notebook.decides(protocol):
+            decided = notebook.decides(protocol)
+            whole = bool(decided) and not notebook.running(protocol, folder)
+            for claim in decided:
                 refuse_unknown(claim, known, "E-CONFIG", f"{where} decides '{claim}':")
                 owner = known[claim].run
                 if owner != name:
@@ -182,7 +203,8 @@ def deciders(folder: Path) -> dict[str, set[str]]:
                 if other != where:
                     both = f"{where} and {other} both decide {claim} at {scale}"
                     refuse("E-CONFIG", f"{both}; one may")
-                protocols.setdefault(claim, set()).add(protocol)
+                if whole:
+                    protocols.setdefault(claim, set()).add(protocol)
     return protocols
 
 

@@ -8,7 +8,6 @@ study.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -44,7 +43,6 @@ CODE = (
     "requirements.lock",
 )
 CHILD = "from moebook.lab.run import study; study.child()"
-MOST_SEEDS = 1000  # in one call
 # Notebooks whose arms `experiments` knows.
 PLANNED = (
     "pesc",
@@ -119,32 +117,6 @@ def child() -> None:
         sys.exit(2)
     if outcome:
         print(outcome.notebook)
-
-
-def seeds(text: str) -> list[int]:
-    """Read ``0-9``, ``3`` or ``0-2,7``; anything else is refused (E-RANGE)."""
-    spans: list[range] = []
-    for piece in text.split(","):
-        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", piece.strip())
-        first = int(match[1]) if match else 1
-        last = int(match[2] or match[1]) if match else 0
-        if first > last:
-            expected = "expected rising numbers, as in 0-9 or 3"
-            refuse("E-RANGE", f"--seeds {text}: '{piece}'; {expected}")
-        spans.append(range(first, last + 1))
-    # Counted before they are listed: a span may name a billion.
-    count = sum(len(span) for span in spans)
-    if count > MOST_SEEDS:
-        most = f"expected at most {MOST_SEEDS:,} a call"
-        why = "since each is a run of its own, of minutes or hours"
-        refuse("E-RANGE", f"--seeds {text} names {count:,} seeds; {most}, {why}")
-    numbers: list[int] = []
-    for span in spans:
-        numbers += span
-    repeated = [seed for seed in numbers if numbers.count(seed) > 1]
-    if repeated:
-        refuse("E-RANGE", f"--seeds {text} names seed {repeated[0]} twice")
-    return numbers
 
 
 def study(

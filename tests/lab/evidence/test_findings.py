@@ -14,7 +14,7 @@ from moebook.lab.pages import pages
 from moebook.lab.records import Curve, Run, Value
 from moebook.lab.records.store import Pool
 from moebook.lab.run import sources
-from moebook.lab.run.study import seeds
+from moebook.lists import seeds
 from tests.refusals import refused
 
 CLAIM = papers.claim("pesc.sparse-beats-dense")

@@ -12,7 +12,6 @@ from moebook import lists
 from moebook.intervals import sees
 from moebook.lab.evidence import heads
 from moebook.lab.records import Run, Value, write_run
-from moebook.lab.run import study
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAD = """\
@@ -107,9 +106,20 @@ def test_a_pool_says_how_many_seeds_it_lacks_and_what_came_later(project):
     add_run(project, 6, commit)
     add_run(project, 1, commit, arms=("upcycled",))
     said = facts(project)
-    assert said["Stopped early"] == "2 of 4 seeds ran"
+    assert said["Still running"].startswith("2 of 4 seeds ran; ")
     assert said["Seeds added later"] == "6"
     assert said["Arms added later"] == "upcycled"
+
+
+def test_a_pool_that_stopped_early_says_why(project):
+    add_run(project, 0)
+    path = project / PATH
+    path.write_text(
+        path.read_text().replace("# Seeds:", "# Stopped: no disk\n# Seeds:")
+    )
+    said = facts(project)
+    assert said["Stopped early"] == "1 of 4 seeds ran: no disk"
+    assert "Still running" not in said
 
 
 @pytest.mark.parametrize(
@@ -203,4 +213,4 @@ def setting(path, name):
 
 def seeds(text):
     (line,) = [part for part in text.splitlines() if part.startswith("# Seeds: ")]
-    return set(study.seeds(line.removeprefix("# Seeds: ")))
+    return set(lists.seeds(line.removeprefix("# Seeds: ")))
