@@ -207,26 +207,29 @@ def verdict(claim, pool, effects):
     return "too small to see here" if abs(claimed) < half else "inconclusive"
 
 
-def deciders(folder, pools):
-    """Which protocols' heads name a claim: lines ``# Decides: id, id``.
+def running(path, pool):
+    """Whether a study has yet to run seeds that its head plans: ``# Seeds: 0-9``.
 
-    A head that plans seeds (``# Seeds: 0-9``) decides once all of them have run, or
-    once it says why they will not (``# Stopped: why``).
+    It has ended where its head says why (``# Stopped: why``).
     """
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    planned = re.search(r"^# Seeds: ([\d,-]+)$", text, re.MULTILINE)
+    if not planned or "\n# Stopped: " in text:
+        return False
+    seeds = set()
+    for span in planned[1].split(","):
+        first, _, last = span.partition("-")
+        seeds |= set(range(int(first), int(last or first) + 1))
+    return not seeds <= pool.seeds
+
+
+def deciders(folder):
+    """Which protocols' heads name a claim: lines ``# Decides: id, id``."""
     named = defaultdict(set)
     for path in folder.glob("*.yaml"):
         _, protocol, _ = path.name.split(".")
         notebook = path.name.partition(".")[0][3:]
-        text = path.read_text(encoding="utf-8")
-        planned = re.search(r"^# Seeds: ([\d,-]+)$", text, re.MULTILINE)
-        if planned and (notebook, protocol) in pools and "\n# Stopped: " not in text:
-            seeds = set()
-            for span in planned[1].split(","):
-                first, _, last = span.partition("-")
-                seeds |= set(range(int(first), int(last or first) + 1))
-            if not seeds <= {*pools[notebook, protocol].seeds}:
-                continue
-        for line in text.splitlines():
+        for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith("# Decides: "):
                 for claim in line.removeprefix("# Decides: ").split(","):
                     named[claim.strip()].add((notebook, protocol))
@@ -238,7 +241,16 @@ def main(folder):
     for place in folder.glob("results/*/*"):
         if place.parent.name != "withdrawn" and list(place.glob("*.parquet")):
             pools[place.parent.name, place.name] = Pool(place)
-    named = deciders(folder / "notebooks", pools)
+    heads = {
+        tuple(path.name[3:].split(".")[:2]): path
+        for path in folder.glob("notebooks/*.yaml")
+    }
+    pools = {
+        name: pool
+        for name, pool in pools.items()
+        if name not in heads or not running(heads[name], pool)
+    }
+    named = deciders(folder / "notebooks")
     verdicts = {}
     for path in sorted(folder.glob("papers/*/claims.yaml")):
         for claim in yaml.safe_load(path.read_text(encoding="utf-8")):

@@ -26,6 +26,7 @@ SEEDS = sources.SEEDS
 SPREAD = "Spread on record"
 ROWS = "Test rows"
 OTHERS = "Ten other seeds"
+RUNNING = "Still running"
 DECIDED = (PRIMARY, SMALLEST, SEEDS, SPREAD, ROWS, OTHERS)
 """What the head of a protocol decides before these runs, a line each; the last two if any."""
 
@@ -56,6 +57,8 @@ def read(folder: Path) -> list[Design]:
             facts = {fact: text for fact, text in said.items() if fact in DECIDED}
             facts |= _computed(facts, pools, protocol, folder)
             facts |= _departures(folder, notebook, protocol, pool)
+            if RUNNING in facts:
+                facts.pop("Found", None)  # nobody looks before all is there
             arms = str(notebook.settings(protocol).get("arms", "")).split(",")
             every.append(
                 Design(
@@ -100,10 +103,8 @@ def _departures(
         ran = planned.intersection(pool.seeds)
         if len(ran) < len(planned):
             count = f"{len(ran)} of {len(planned)} seeds ran"
-            if notebook.running(protocol, folder):
-                departures["Still running"] = (
-                    f"{count}; it decides nothing before all have"
-                )
+            if protocol in sources.running(notebook, folder):
+                departures[RUNNING] = f"{count}; it decides nothing before all have"
             else:
                 why = facts.get(sources.STOPPED, "")
                 departures["Stopped early"] = f"{count}: {why}" if why else count

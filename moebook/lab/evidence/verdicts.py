@@ -351,12 +351,19 @@ def ledger(
 ) -> list[Row]:
     """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too.
 
+    Studies that are still running are left out: nobody looks before all of their seeds are there.
     A claim that says something else than when a run that decides it began is refused (E-CLAIM).
     """
     claims = papers.claims()
-    names = {claim.run for claim in claims}
-    pools = {name: store.pools(name, folder, shown=live) for name in names}
-    deciders = sources.deciders(folder or storage.root())
+    place = folder or storage.root()
+    notebooks = sources.notebooks(place)
+    pools: dict[str, dict[str, Pool]] = {}
+    for name in {claim.run for claim in claims}:
+        every = store.pools(name, folder, shown=live)
+        known = notebooks.get(name)
+        running = sources.running(known, place) if known else set()
+        pools[name] = {one: every[one] for one in every if one not in running}
+    deciders = sources.deciders(place)
     rows = [
         row(one, pools[one.run].values(), deciders.get(one.id, ())) for one in claims
     ]

@@ -112,22 +112,6 @@ class Notebook:
                 ids += re.split(r",\s*", line.removeprefix(DECIDES))
         return [claim_id for claim_id in ids if claim_id]
 
-    def missing(self, protocol: str, folder: Path) -> set[int]:
-        """Return the seeds that its head plans and that have not run."""
-        planned = self.facts(protocol).get(SEEDS)
-        if planned is None:
-            return set()
-        return {*lists.seeds(planned)} - store.recorded(self.name, protocol, folder)
-
-    def running(self, protocol: str, folder: Path) -> bool:
-        """Whether seeds that its head plans are still to run: until then it decides nothing.
-
-        Else one could look at each seed that comes in, and stop where one likes what one sees. A
-        study that ended before says in its head why (``Stopped: memory ran out``).
-        """
-        stopped = STOPPED in self.facts(protocol)
-        return not stopped and bool(self.missing(protocol, folder))
-
     def design(self, protocol: str) -> dict[str, Any]:
         """Return the parameters that all runs of a protocol share."""
         return design(self.defaults | self.settings(protocol))
@@ -176,6 +160,22 @@ def notebooks(folder: Path) -> dict[str, Notebook]:
     return {name: read(path) for name, path in paths(folder).items()}
 
 
+def running(notebook: Notebook, folder: Path) -> set[str]:
+    """Return the protocols of a notebook whose heads plan seeds that are still to run.
+
+    Until then they decide nothing: else one could look at each seed that comes in, and stop where
+    one likes what one sees. A study that ended before says why in its head (``Stopped: why``).
+    """
+    unfinished = set()
+    for protocol in notebook.protocols:
+        facts = notebook.facts(protocol)
+        if SEEDS in facts and STOPPED not in facts:
+            ran = store.recorded(notebook.name, protocol, folder)
+            if not ran.issuperset(lists.seeds(facts[SEEDS])):
+                unfinished.add(protocol)
+    return unfinished
+
+
 def deciders(folder: Path) -> dict[str, set[str]]:
     """Return by claim the protocols that decide it, as their heads say (``Decides: id, id``).
 
@@ -187,12 +187,11 @@ def deciders(folder: Path) -> dict[str, set[str]]:
     protocols: dict[str, set[str]] = {}
     files: dict[tuple[str, str], str] = {}  # by claim and scale, which file decides it
     for name, notebook in notebooks(folder).items():
+        unfinished = running(notebook, folder)
         for protocol in notebook.protocols:
             where = f"{notebook.path.stem}.{protocol}.yaml"
             scale = store.scale(str(notebook.design(protocol).get("base", "")))
-            decided = notebook.decides(protocol)
-            whole = bool(decided) and not notebook.running(protocol, folder)
-            for claim in decided:
+            for claim in notebook.decides(protocol):
                 refuse_unknown(claim, known, "E-CONFIG", f"{where} decides '{claim}':")
                 owner = known[claim].run
                 if owner != name:
@@ -203,7 +202,7 @@ def deciders(folder: Path) -> dict[str, set[str]]:
                 if other != where:
                     both = f"{where} and {other} both decide {claim} at {scale}"
                     refuse("E-CONFIG", f"{both}; one may")
-                if whole:
+                if protocol not in unfinished:
                     protocols.setdefault(claim, set()).add(protocol)
     return protocols
 

@@ -530,7 +530,7 @@ def test_no_two_protocols_of_one_scale_decide_a_claim_and_no_other_notebooks_cla
 def test_a_study_decides_nothing_while_seeds_that_its_head_plans_are_to_run(project):
     path = project / "notebooks" / "01_pesc.main.yaml"
     decides = path.read_text()
-    for seeds, label in (("0-4", "direction holds"), ("0-5", "exploratory")):
+    for seeds, label in (("0-4", "direction holds"), ("0-5", "not run")):
         path.write_text(f"# Seeds: {seeds}\n{decides}")
         assert main_claim(project).labels == (label,)
     path.write_text(f"# Seeds: 0-5\n# Stopped: no disk was left\n{decides}")

@@ -107,6 +107,7 @@ def test_a_pool_says_how_many_seeds_it_lacks_and_what_came_later(project):
     add_run(project, 1, commit, arms=("upcycled",))
     said = facts(project)
     assert said["Still running"].startswith("2 of 4 seeds ran; ")
+    assert "Found" not in said
     assert said["Seeds added later"] == "6"
     assert said["Arms added later"] == "upcycled"
 
@@ -120,6 +121,7 @@ def test_a_pool_that_stopped_early_says_why(project):
     said = facts(project)
     assert said["Stopped early"] == "1 of 4 seeds ran: no disk"
     assert "Still running" not in said
+    assert "Found" in said
 
 
 @pytest.mark.parametrize(
