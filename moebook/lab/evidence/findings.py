@@ -289,7 +289,7 @@ def pools(name: str) -> dict[str, Pool]:
 
     The others are exploratory: the ledger shows what they measured.
     """
-    every = store.pools(name)
+    every = sources.pools(name, storage.root())
     deciders = sources.deciders(storage.root())
     mine: set[str] = set()
     for claim in papers.claims():

@@ -356,13 +356,8 @@ def ledger(
     """
     claims = papers.claims()
     place = folder or storage.root()
-    notebooks = sources.notebooks(place)
-    pools: dict[str, dict[str, Pool]] = {}
-    for name in {claim.run for claim in claims}:
-        every = store.pools(name, folder, shown=live)
-        known = notebooks.get(name)
-        running = sources.running(known, place) if known else set()
-        pools[name] = {one: every[one] for one in every if one not in running}
+    names = {claim.run for claim in claims}
+    pools = {name: sources.pools(name, place, shown=live) for name in names}
     deciders = sources.deciders(place)
     rows = [
         row(one, pools[one.run].values(), deciders.get(one.id, ())) for one in claims

@@ -26,7 +26,7 @@ def compare(path: Path, folder: Path) -> str:
     all values of both where the notebook has no claims.
     """
     mine = publish.read_notebook(path, folder)
-    book = list(store.pools(mine.notebook, folder, shown=True).values())
+    book = list(sources.pools(mine.notebook, folder, shown=True).values())
     executed: list[Any] = []
     for pool in book:
         executed += [run.manifest.get("executed") for run in pool.runs]

@@ -24,7 +24,6 @@ import numpy as np
 from moebook import lists, runtime, storage
 from moebook.errors import Refusal, nearest, refuse, shown
 from moebook.lab import records
-from moebook.lab.records import store
 from moebook.lab.records.runs import Curve, Value, rounded
 from moebook.lab.run import parameters
 from moebook.lab.run.parameters import Parameter, Scalar
@@ -349,7 +348,7 @@ def _pools(notebook: str, folder: Path) -> list[tuple[Pool, bool]]:
 
     source = sources.find(folder, notebook)
     pools: list[tuple[Pool, bool]] = []
-    for protocol, pool in store.pools(notebook, folder).items():
+    for protocol, pool in sources.pools(notebook, folder).items():
         decides = protocol in source.protocols and bool(source.decides(protocol))
         pools.append((pool, decides))
     return pools

@@ -176,6 +176,14 @@ def running(notebook: Notebook, folder: Path) -> set[str]:
     return unfinished
 
 
+def pools(name: str, folder: Path, *, shown: bool = False) -> dict[str, Pool]:
+    """Read a notebook's pools, as `store.pools` does, but those of studies still running."""
+    every = store.pools(name, folder, shown=shown)
+    notebook = notebooks(folder).get(name)
+    unfinished = running(notebook, folder) if notebook else set()
+    return {one: pool for one, pool in every.items() if one not in unfinished}
+
+
 def deciders(folder: Path) -> dict[str, set[str]]:
     """Return by claim the protocols that decide it, as their heads say (``Decides: id, id``).
 

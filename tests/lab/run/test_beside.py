@@ -78,6 +78,11 @@ def test_what_decides_claims_comes_before_more_seeds_and_more_seeds_before_fewer
     assert lines.loc["sparse"].tolist()[:2] == ["50.0 %", "40.0 %"]
     # Student's quantile of one degree of freedom: 12.706 sqrt(0.02 / 2) = 1.27.
     assert lines.loc["lead", "95 % interval"] == "-107.1 to +147.1 points"
+
+    session._pools.cache_clear()
+    head = project / "notebooks" / "01_pesc.deciding.yaml"
+    head.write_text("# Seeds: 0-2\n" + head.read_text())  # of which the last has not run
+    assert run.beside({"lead": LEAD}).loc["lead", "study"] == "many"
     assert lines.loc["lead", "seeds"] == 2
 
 
