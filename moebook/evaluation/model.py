@@ -164,14 +164,8 @@ class InMemory:
             for rows in self._batches(groups, "generation"):
                 most, stops = limits[rows[0]]
                 batch = [pairs[row] for row in rows]
-                if drawn:
-                    temperature, draws = drawn
-                    of_rows: Drawn | None = (temperature, [draws[row] for row in rows])
-                else:
-                    of_rows = None
-                answers.update(
-                    zip(rows, write(batch, most, stops, of_rows), strict=True)
-                )
+                written = write(batch, most, stops, _of_rows(drawn, rows))
+                answers.update(zip(rows, written, strict=True))
         return [answers[row] for row in range(len(pairs))]
 
     @torch.no_grad()
@@ -381,8 +375,19 @@ def _check_tokens(ids: list[int], known: int) -> None:
             refuse("E-VOCAB", f"a context or an answer: {what}: use its own tokenizer")
 
 
+def _of_rows(drawn: Drawn | None, rows: list[int]) -> Drawn | None:
+    """Return the temperature with the generators of some rows alone; None to draw nothing."""
+    if drawn is None:
+        return None
+    temperature, draws = drawn
+    return temperature, [draws[row] for row in rows]
+
+
 def _next(logits: Tensor, rows: list[int], drawn: Drawn | None) -> Tensor:
-    """Choose each row's next token: where a number of [0, 1) falls among shares."""
+    """Choose each row's next token ``[B]``, of logits ``[B, V]``: the best, or one that is drawn.
+
+    A number of [0, 1) is drawn, and falls among the tokens' shares, which are laid end to end.
+    """
     if drawn is None:
         best = logits.argmax(-1)
         _numbers(logits.gather(-1, best.unsqueeze(-1)))  # NaN is the largest of all

@@ -63,14 +63,15 @@ def adapter_sizes(setup: Setup, experts: int, *, step: int = 1) -> pesc.Config:
     """
     host = anatomy(setup.base)
     budget = setup.config.parameters
+    # In each of L layers: a router E x D, and E adapters of two matrices, width x D each.
     routers = len(host.layers) * experts * host.hidden
-    per_rank = _per_rank(setup.base, PROJECTIONS)
     per_width = 2 * len(host.layers) * experts * host.hidden * step
+    per_rank = _per_rank(setup.base, PROJECTIONS)
     usual = max(1, round(budget / 4 / per_rank))
 
     def size(rank: int) -> tuple[int, int, int]:
         """Return by how much the budget is missed at a rank, the rank, and the best width."""
-        left = budget - routers - rank * per_rank
+        left = budget - routers - rank * per_rank  # for adapters
         width = max(1, round(left / per_width))
         return abs(left - width * per_width), rank, width * step
 
@@ -96,13 +97,15 @@ def bank_rank(
     count = setup.config.experts if chosen else len(setup.rows)
     if targets == DOWN:
         return adapter_sizes(setup, count, step=2).adapter_width // 2
-    widths = sum(part.in_features for part in linears(setup.base, QV).values())
-    left = setup.config.parameters - count * widths * gates
-    return max(1, round(left / count / _per_rank(setup.base, QV)))
+    # A gate reads what its projection reads: a row for each LoRA.
+    inputs = sum(part.in_features for part in linears(setup.base, QV).values())
+    in_gates = count * inputs if gates else 0
+    left = setup.config.parameters - in_gates
+    return max(1, round(left / (count * _per_rank(setup.base, QV))))
 
 
 def _per_rank(model: nn.Module, targets: Sequence[str]) -> int:
-    """Parameters of one rank of a LoRA on these projections."""
+    """Count the weights of one rank of a LoRA on these projections: a row of A, a column of B."""
     layers = linears(model, targets).values()
     return sum(layer.in_features + layer.out_features for layer in layers)
 
@@ -258,9 +261,10 @@ def specialised(score: esft.config.Score, *, random: bool = False) -> Make:
 def beside(setup: Setup, model: nn.Module, bank: Bank) -> nn.Module:
     """Put PESC's adapters behind the mixture's blocks; the host is frozen."""
     count = setup.config.adapters
-    per_router = count * anatomy(model).hidden
     layers = len(sparse_layers(setup.base))
-    left = setup.config.parameters - layers * per_router
-    width = max(1, round(left / (2 * layers * per_router)))
+    # In each layer: a router E x D, and E adapters of two matrices, width x D each.
+    routers = layers * count * anatomy(model).hidden
+    per_width = 2 * routers
+    width = max(1, round((setup.config.parameters - routers) / per_width))
     top_k = min(setup.config.top_k, count)
     return combining.beside_experts(model, experts=count, top_k=top_k, width=width)

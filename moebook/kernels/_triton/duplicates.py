@@ -88,35 +88,47 @@ def _mark(
     BK: tl.constexpr,
     WORD: tl.constexpr,
 ):
-    """Bit j of marks[i] = whether row i and a later row j are near."""
-    tops = tl.cdiv(size, BM)  # the programs in one row: a grid's second side is short
-    top = tl.program_id(0) % tops * BM
+    """Set bit j of marks[i] where row i and a later row j are near: a tile of BM by BN pairs."""
+    # All programs lie in one row, since a grid's second side is short.
+    tops = tl.cdiv(size, BM)
+    top = tl.program_id(0) % tops * BM  # the tile's first i
     tile = tl.program_id(0) // tops
-    if (tile + 1) * BN <= top + 1:
-        return
-    row = top + tl.arange(0, BM)
-    column = tile * BN + tl.arange(0, BN)
-    upper = rows + top.to(tl.int64) * D  # offsets from here on fit in 32 bits
-    lower = rows + (tile * BN).to(tl.int64) * D
+    side = tile * BN  # its first j
+    if side + BN <= top + 1:
+        return  # no j of this tile comes after an i
+    i = top + tl.arange(0, BM)
+    j = side + tl.arange(0, BN)
+    is_row = i < size
+    is_later_row = j < many
+
+    # Inner products. Offsets from the tile's first rows fit in 32 bits.
+    rows_i = rows + top.to(tl.int64) * D
+    rows_j = rows + side.to(tl.int64) * D
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for first in range(0, D, BK):
         deep = first + tl.arange(0, BK)
-        left = upper + tl.arange(0, BM)[:, None] * D + deep[None, :]
-        a = tl.load(left, mask=(row < size)[:, None] & (deep < D)[None, :], other=0.0)
-        right = lower + tl.arange(0, BN)[None, :] * D + deep[:, None]
+        in_row = deep < D
+        a = tl.load(
+            rows_i + tl.arange(0, BM)[:, None] * D + deep[None, :],
+            mask=is_row[:, None] & in_row[None, :],
+            other=0.0,
+        )
         b = tl.load(
-            right, mask=(deep < D)[:, None] & (column < many)[None, :], other=0.0
+            rows_j + tl.arange(0, BN)[None, :] * D + deep[:, None],
+            mask=in_row[:, None] & is_later_row[None, :],
+            other=0.0,
         )
         total = tl.dot(a, b, total, input_precision=PRECISION)
-    total *= tl.load(inverse + row, mask=row < size, other=0.0)[:, None]
-    total *= tl.load(inverse + column, mask=column < many, other=0.0)[None, :]
-    near = (
-        (total > threshold)
-        & (column < many)[None, :]
-        & (row[:, None] < column[None, :])
-    )
+
+    # Cosines, and which of them are above the threshold.
+    total *= tl.load(inverse + i, mask=is_row, other=0.0)[:, None]
+    total *= tl.load(inverse + j, mask=is_later_row, other=0.0)[None, :]
+    comes_after = i[:, None] < j[None, :]
+    near = (total > threshold) & is_later_row[None, :] & comes_after
+
+    # WORD neighbours are the bits of one word: no two are the same bit, so a sum sets them.
     bits = near.to(tl.int32) << (tl.arange(0, BN) % WORD)[None, :]
     word = tl.sum(tl.reshape(bits, (BM, BN // WORD, WORD)), 2)
-    to = marks + row.to(tl.int64)[:, None] * words
+    to = marks + i.to(tl.int64)[:, None] * words
     to += tile * (BN // WORD) + tl.arange(0, BN // WORD)[None, :]
-    tl.store(to, word, mask=(row < size)[:, None])
+    tl.store(to, word, mask=is_row[:, None])

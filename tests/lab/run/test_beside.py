@@ -81,7 +81,9 @@ def test_what_decides_claims_comes_before_more_seeds_and_more_seeds_before_fewer
 
     session._pools.cache_clear()
     head = project / "notebooks" / "01_pesc.deciding.yaml"
-    head.write_text("# Seeds: 0-2\n" + head.read_text())  # of which the last has not run
+    head.write_text(
+        "# Seeds: 0-2\n" + head.read_text()
+    )  # of which the last has not run
     assert run.beside({"lead": LEAD}).loc["lead", "study"] == "many"
     assert lines.loc["lead", "seeds"] == 2
 
