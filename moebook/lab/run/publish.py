@@ -88,6 +88,7 @@ _ELEMENTS = frozenset(
     " small span".split()
 )
 _SILENT = ("script", "style", "iframe", "object", "template", "noscript", "svg", "math")
+LINE = 30  # characters of a cell beyond which it is text to be read
 _ATTRIBUTES = ("class", "colspan", "rowspan", "scope", "border")
 
 
@@ -276,7 +277,8 @@ def _name_alone(path: re.Match[str]) -> str:
 def reduced_table(text: str) -> str | None:
     """Return the HTML of a table (pandas') with text, structure and classes only, else None.
 
-    What pandas writes as NaN is a dash: nothing was measured there.
+    What pandas writes as NaN is a dash: nothing was measured there. Cells of text have the class
+    ``prose``, so that a phone does not set them a word a line.
     """
     parser = lxml.html.HTMLParser(huge_tree=True)
     tree = lxml.html.document_fromstring(f"<body>{text}", parser).body
@@ -291,6 +293,8 @@ def reduced_table(text: str) -> str | None:
     for cell in tree.iter("td"):
         if cell.text == "NaN":
             cell.text = ABSENT
+        elif len(cell.text_content()) > LINE:
+            cell.set("class", "prose")
     tree.attrib.clear()
     written: str = etree.tostring(tree, method="html", encoding="unicode")
     return written.removeprefix("<body>").removesuffix("</body>").strip()

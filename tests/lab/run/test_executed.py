@@ -151,6 +151,10 @@ def test_facts_series_and_settings_show_as_tables(facts, cells):
             "<table><tr><td><a href='javascript:evil()'>t</a></table>",
             "<table><tr><td>t</td></tr></table>",
         ),
+        (
+            f"<table><td class='x'>{'two words ' * 4}</td><td>two words</td></table>",
+            f'<table><td class="prose">{"two words " * 4}</td><td>two words</td></table>',
+        ),
         ("</div></div><table></table>", "<table></table>"),
         ("<div>no table</div>", None),
         ("<table></table><script>evil()</script><!-- c -->", "<table></table>"),
