@@ -144,8 +144,10 @@ def test_withdrawn_runs_say_what_moved_when_their_seeds_ran_again(tmp_path):
     listed.write_text(json.dumps([entry | {"moved": [name]}]))
     page = pages.withdrawn(tmp_path)
     assert f"What moved, as means over these seeds: `{name}` from 0.3 to 0.6." in page
-    listed.write_text(json.dumps([entry]))
-    assert "What moved" not in pages.withdrawn(tmp_path)
+    listed.write_text(json.dumps([entry, entry]))
+    page = pages.withdrawn(tmp_path)
+    assert "What moved" not in page
+    assert page.count("\n- **") + page.startswith("- **") == 2  # an item a line
     listed.write_text(json.dumps([entry | {"moved": ["pesc/none"]}]))
     refused("E-NAME: .*no 'pesc/none' in common", pages.withdrawn, tmp_path)
 
