@@ -291,7 +291,7 @@ def study(options: argparse.Namespace) -> int:
     failed = studies.study(
         options.notebook,
         options.protocol,
-        lists.seeds(options.seeds),
+        lists.seeds("--seeds", options.seeds),
         folder=folder,
         arms=options.arms,
         jobs=options.jobs,

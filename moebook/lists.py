@@ -38,8 +38,8 @@ def rates(name: str, text: str) -> list[float]:
     return _each_once(name, text, _rate)
 
 
-def seeds(text: str) -> list[int]:
-    """Read ``0-9``, ``3`` or ``0-2,7``; anything else is refused (E-RANGE)."""
+def seeds(name: str, text: str) -> list[int]:
+    """Read ``0-9``, ``3`` or ``0-2,7``; anything else is refused by its name (E-RANGE)."""
     spans: list[range] = []
     for piece in text.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", piece.strip())
@@ -47,20 +47,20 @@ def seeds(text: str) -> list[int]:
         last = int(match[2] or match[1]) if match else 0
         if first > last:
             expected = "expected rising numbers, as in 0-9 or 3"
-            refuse("E-RANGE", f"--seeds {text}: '{piece}'; {expected}")
+            refuse("E-RANGE", f"{name} {text}: '{piece}'; {expected}")
         spans.append(range(first, last + 1))
     # Counted before they are listed: a span may name a billion.
     count = sum(len(span) for span in spans)
     if count > MOST_SEEDS:
         most = f"expected at most {MOST_SEEDS:,} a call"
         why = "since each is a run of its own, of minutes or hours"
-        refuse("E-RANGE", f"--seeds {text} names {count:,} seeds; {most}, {why}")
+        refuse("E-RANGE", f"{name} {text} names {count:,} seeds; {most}, {why}")
     numbers: list[int] = []
     for span in spans:
         numbers += span
     repeated = [seed for seed in numbers if numbers.count(seed) > 1]
     if repeated:
-        refuse("E-RANGE", f"--seeds {text} names seed {repeated[0]} twice")
+        refuse("E-RANGE", f"{name} {text} names seed {repeated[0]} twice")
     return numbers
 
 

@@ -98,8 +98,7 @@ def _departures(
     departures = {}
     facts = notebook.facts(protocol)
     if SEEDS in facts:
-        others = facts.get(OTHERS, facts[SEEDS])
-        planned = {*lists.seeds(facts[SEEDS]), *lists.seeds(others)}
+        planned = {*notebook.seeds(protocol), *notebook.seeds(protocol, OTHERS)}
         ran = planned.intersection(pool.seeds)
         if len(ran) < len(planned):
             count = f"{len(ran)} of {len(planned)} seeds ran"
@@ -207,7 +206,7 @@ def _computed(
     if effects is not None:
         smallest = float(facts[SMALLEST])
         seen = partial(sees, effects, smallest, items=int(facts.get(ROWS, 0)))
-        number = len(lists.seeds(facts[SEEDS]))
+        number = len(lists.seeds(f"{protocol}: {SEEDS}", facts[SEEDS]))
         said = f"{seen(number):.0%} with {number} seeds"
         had = len(ran.seeds) if ran else 0
         if 1 < had < number:

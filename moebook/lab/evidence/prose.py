@@ -150,7 +150,7 @@ class Evidence:
             )
         pool = self._pool(match["pool"] or self.home, where)
         if match["seeds"]:
-            pool = pool.of_seeds(lists.seeds(match["seeds"]))
+            pool = pool.of_seeds(lists.seeds(f"{where}: seeds", match["seeds"]))
         other = match["other"]
         less = None if other is None else reference(other)
         return _measured(text, pool, match["name"], less, where)

@@ -20,7 +20,7 @@ from typing import Any
 
 import jinja2
 
-from moebook import lists, storage
+from moebook import storage
 from moebook.errors import printable, refuse
 from moebook.intervals import another
 from moebook.lab import records
@@ -344,12 +344,14 @@ def repeated(folder: Path) -> str:
     every = []
     for name, notebook in sources.notebooks(folder).items():
         for protocol in notebook.protocols:
-            other = notebook.facts(protocol).get(heads.OTHERS)
-            if not other:
+            seeds_of_others = notebook.seeds(protocol, heads.OTHERS)
+            if not seeds_of_others:
                 continue
             pool = store.pool(name, protocol, folder)
             if pool:
-                every.append((pool, other, verdicts.repeated(pool, lists.seeds(other))))
+                other = notebook.facts(protocol)[heads.OTHERS]
+                pairs = verdicts.repeated(pool, seeds_of_others)
+                every.append((pool, other, pairs))
     return page("repeated", pools=every)
 
 

@@ -380,8 +380,8 @@ def pool(
 def recorded(notebook: str, protocol: str, folder: Path) -> set[int]:
     """Return the seeds of a protocol's committed runs, by the names of their files."""
     place = files.part(folder, "results") / notebook / protocol
-    names = (path.name for path in files.own(place, "*.parquet"))
-    return {int(name.partition(".")[0]) for name in names}
+    seeds = (path.name.partition(".")[0] for path in files.own(place, "*.parquet"))
+    return {int(seed) for seed in seeds if seed.isdecimal()}
 
 
 def keep(run: Run, path: Path, folder: Path) -> None:

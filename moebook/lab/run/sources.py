@@ -112,6 +112,13 @@ class Notebook:
                 ids += re.split(r",\s*", line.removeprefix(DECIDES))
         return [claim_id for claim_id in ids if claim_id]
 
+    def seeds(self, protocol: str, fact: str = SEEDS) -> list[int]:
+        """Return the seeds that a line of the head names, ``Seeds: 0-9``; none without it."""
+        text = self.facts(protocol).get(fact)
+        if text is None:
+            return []
+        return lists.seeds(f"{self._file(protocol).name}: {fact}", text)
+
     def design(self, protocol: str) -> dict[str, Any]:
         """Return the parameters that all runs of a protocol share."""
         return design(self.defaults | self.settings(protocol))
@@ -168,11 +175,11 @@ def running(notebook: Notebook, folder: Path) -> set[str]:
     """
     unfinished = set()
     for protocol in notebook.protocols:
-        facts = notebook.facts(protocol)
-        if SEEDS in facts and STOPPED not in facts:
-            ran = store.recorded(notebook.name, protocol, folder)
-            if not ran.issuperset(lists.seeds(facts[SEEDS])):
-                unfinished.add(protocol)
+        if STOPPED in notebook.facts(protocol):
+            continue
+        ran = store.recorded(notebook.name, protocol, folder)
+        if not ran.issuperset(notebook.seeds(protocol)):
+            unfinished.add(protocol)
     return unfinished
 
 

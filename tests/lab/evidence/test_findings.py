@@ -14,7 +14,6 @@ from moebook.lab.pages import pages
 from moebook.lab.records import Curve, Run, Value
 from moebook.lab.records.store import Pool
 from moebook.lab.run import sources
-from moebook.lists import seeds
 from tests.refusals import refused
 
 CLAIM = papers.claim("pesc.sparse-beats-dense")
@@ -356,7 +355,7 @@ def test_a_pool_is_judged_twice_without_its_other_seeds_and_by_them():
 def test_ten_other_seeds_change_no_label_that_survives_the_correction(
     pools, name, protocol, number
 ):
-    other = seeds(sources.find(storage.root(), name).facts(protocol)["Ten other seeds"])
+    other = sources.find(storage.root(), name).seeds(protocol, heads.OTHERS)
     pairs = repeated(pools(name)[protocol], other)
     sure = pages.surviving(one for one, _ in pairs)
     assert len(sure) == number

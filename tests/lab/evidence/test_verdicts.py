@@ -535,6 +535,8 @@ def test_a_study_decides_nothing_while_seeds_that_its_head_plans_are_to_run(proj
         assert main_claim(project).labels == (label,)
     path.write_text(f"# Seeds: 0-5\n# Stopped: no disk was left\n{decides}")
     assert main_claim(project).labels == ("direction holds",)
+    path.write_text(f"# Seeds: five\n{decides}")
+    refused("E-RANGE: 01_pesc.main.yaml: Seeds five: 'five'", main_claim, project)
 
 
 @pytest.mark.parametrize(

@@ -215,4 +215,4 @@ def setting(path, name):
 
 def seeds(text):
     (line,) = [part for part in text.splitlines() if part.startswith("# Seeds: ")]
-    return set(lists.seeds(line.removeprefix("# Seeds: ")))
+    return set(lists.seeds("Seeds", line.removeprefix("# Seeds: ")))

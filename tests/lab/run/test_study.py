@@ -108,12 +108,12 @@ def test_other_seeds_than_ranges_a_changed_protocol_and_arms_without_any_are_ref
     fresh,
 ):
     seeds = {"0-9": [*range(10)], "3": [3], "0-2,7": [0, 1, 2, 7], "7, 0-1": [7, 0, 1]}
-    assert {text: lists.seeds(text) for text in seeds} == seeds
+    assert {text: lists.seeds("--seeds", text) for text in seeds} == seeds
     for text in [*"5-2 1,1 0-3,2 ten 1, -1 1- 1.5 0x1 1-2-3 1234567890".split(), ""]:
-        refused(f"E-RANGE: --seeds {text}", lists.seeds, text)
+        refused(f"E-RANGE: --seeds {text}", lists.seeds, "--seeds", text)
     most = "names 10,000,000 seeds; expected at most 1,000 a call, since each is a run"
-    refused(f"E-RANGE: --seeds 0-9999999 {most}", lists.seeds, "0-9999999")
-    assert len(lists.seeds("0-998,2000")) == 1000
+    refused(f"E-RANGE: --seeds 0-9999999 {most}", lists.seeds, "--seeds", "0-9999999")
+    assert len(lists.seeds("--seeds", "0-998,2000")) == 1000
     refused(
         "E-RANGE: toy at nano: seed = 1001",
         study.study,
