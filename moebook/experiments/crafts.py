@@ -59,7 +59,8 @@ def chosen_loras(
 def adapter_sizes(setup: Setup, experts: int, *, step: int = 1) -> pesc.Config:
     """Return PESC's settings whose adapters and LoRA together train what the budget says.
 
-    About a quarter goes to LoRA, as in the protocols of PESC; ``step`` divides the width.
+    About a quarter goes to LoRA, as in the protocols of PESC. ``step`` divides the width: 2 where
+    LoRAs become adapters, since two neurons of GELU make one linear map, which a rank is.
     """
     host = anatomy(setup.base)
     budget = setup.config.parameters

@@ -194,9 +194,8 @@ def nats(model: nn.Module, rows: Rows, *, pad_id: int = 0, batch: int = 32) -> f
     order = np.argsort(batches.lengths, kind="stable")
     label_count = 0
     for row in batches.row_labels:
-        label_count += sum(
-            label != IGNORED for label in row[1:]
-        )  # none is before the first
+        # Nothing stands before the first token that could foretell it.
+        label_count += sum(label != IGNORED for label in row[1:])
     with evaluating(model):
         check(model, loss=True)
         if batches.per_epoch > 1 and not getattr(model, "accepts_loss_kwargs", True):

@@ -214,9 +214,9 @@ def _weight_gradient(
     BJ: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """out[n] = sum over the rows of expert owner[n] of left[r] x right[r], one perhaps by token.
+    """out[n] = the sum of left[r] right[r].T, an outer product, over the rows r of expert owner[n].
 
-    It is 0 where the owner is -1.
+    Rows are sorted, but those of the side ``BY_TOKEN``. Without an owner (-1) the sum is 0.
     """
     expert = tl.load(owner + tl.program_id(1))
     end = tl.load(ends + expert, mask=expert >= 0, other=0).to(tl.int32)

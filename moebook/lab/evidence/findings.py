@@ -360,9 +360,8 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
         if low != high:
             text.append(f"{_said(value)} ({low} to {high})")
         elif ends[0] == value and float(value).is_integer():
-            text.append(
-                f"{value:,.0f}"
-            )  # whole and the same in each run, as a count is
+            # Whole, and the same in each run, as a count is.
+            text.append(f"{value:,.0f}")
         else:
             text.append(_said(value))
     wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")

@@ -184,8 +184,8 @@ def search_path(env: dict[str, str]) -> list[str]:
     """
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     usual = [place for place in sys.path if place not in ("", *own)]
-    named = env.get("PYTHONPATH", "").split(os.pathsep)
-    return ["", *filter(None, named), *usual]
+    named = [place for place in env.get("PYTHONPATH", "").split(os.pathsep) if place]
+    return ["", *named, *usual]
 
 
 def take_environment(env: dict[str, str]) -> None:
