@@ -4,7 +4,9 @@ import gc
 import ipaddress
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,41 @@ def cut_the_network(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(cut_the_network)
+
+
+PLACE = "MOEBOOK_TESTS_WARM"  # for workers: the socket of the process that forks for all of them
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import the libraries once for all workers, while they start."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        return
+    block = ExitStack()
+    config.add_cleanup(block.close)
+    os.environ[PLACE] = block.enter_context(_warm()) or ""
+
+
+@contextmanager
+def _warm() -> Iterator[str | None]:
+    """Start a process that forks; yield its socket, None where nothing can be forked."""
+    from moebook.lab.pages.generated import RENDERER
+    from moebook.lab.run import publish, warm
+
+    # Its name is short enough for sockets, unlike tmp_path's.
+    with tempfile.TemporaryDirectory() as folder:
+        libraries = [*warm.LIBRARIES, *RENDERER]
+        with warm.warm(Path(folder), publish.environment(), libraries) as place:
+            yield place
+
+
+@pytest.fixture(scope="session")
+def warmed() -> Iterator[str | None]:
+    """Where processes are forks of one that has imported; None where nothing can be forked."""
+    if PLACE in os.environ:
+        yield os.environ[PLACE] or None
+    else:
+        with _warm() as place:
+            yield place
 
 
 # What takes longest or waits for processes: each worker begins with a list of its own. Neighbours
@@ -132,14 +169,13 @@ def ledger(pools: Callable[[str], Any]) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def forks(tmp_path_factory: pytest.TempPathFactory, warmed: str | None) -> Iterator[Any]:
     """Commands of `moebook` without the time that imports take."""
     from tests.faults.forks import Forks
 
-    made = Forks(tmp_path_factory.mktemp("forks") / "told")
-    with made.process:
-        yield made
-    made.sweep()
+    made = Forks(tmp_path_factory.mktemp("forks") / "told", warmed)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

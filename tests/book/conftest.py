@@ -5,9 +5,6 @@ import json
 import pytest
 from chromium import Chromium, installed
 
-from moebook.lab.pages.generated import RENDERER
-from moebook.lab.run import publish, warm
-
 
 @pytest.fixture(scope="session")
 def chromium(tmp_path_factory):
@@ -25,14 +22,6 @@ def browser(chromium):
     """A page of its own in the browser of all tests."""
     chromium.fresh()
     return chromium
-
-
-@pytest.fixture(scope="session")
-def place(tmp_path_factory):
-    """Where renderers are forks of a process that has imported them; None where nothing forks."""
-    directory = tmp_path_factory.mktemp("w")
-    with warm.warm(directory, publish.environment(), RENDERER) as place:
-        yield place
 
 
 PAGES = 12

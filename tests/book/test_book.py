@@ -102,7 +102,7 @@ def style():
         yield
 
 
-def _render(folder):
+def _render(folder, warmed):
     """Fill a folder with the book's own pages, an executed copy of every notebook, and one pool."""
     left_out = shutil.ignore_patterns("notebooks", "_generated")
     shutil.copytree(ROOT / "book", folder / "book", ignore=left_out)
@@ -129,19 +129,20 @@ def _render(folder):
         )
     # Here, where all is imported; else the build starts a process.
     generated.write(folder)
-    book.build("smoke", folder)
+    book.build("smoke", folder, book.Places(read=warmed))
     return folder
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory):
+def project(tmp_path_factory, warmed):
     """A project and its rendered book, made once for all workers; a warning of the build fails."""
-    place = tmp_path_factory.getbasetemp()
-    place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
-    with storage.locked(place / "book.lock", wait=True):
-        if not (place / "book").exists():
-            _render(tmp_path_factory.mktemp("project")).rename(place / "book")
-    return place / "book"
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    with storage.locked(shared / "book.lock", wait=True):
+        if not (shared / "book").exists():
+            folder = _render(tmp_path_factory.mktemp("project"), warmed)
+            folder.rename(shared / "book")
+    return shared / "book"
 
 
 def _write(path, content):
@@ -245,7 +246,7 @@ def test_no_page_has_a_sentence_of_more_than_35_words(site):
 
 
 def test_a_warning_and_a_copy_with_an_error_or_without_its_run_are_refused(
-    small, monkeypatch
+    small, warmed, monkeypatch
 ):
     with (
         monkeypatch.context() as patch,
@@ -253,7 +254,7 @@ def test_a_warning_and_a_copy_with_an_error_or_without_its_run_are_refused(
     ):
         patch.setattr(book, "_pages_are_current", lambda folder: True)
         (small / "book" / "found.md").write_text("# Found\n\n{ref}`no-such-place`\n")
-        book.build("smoke", small)
+        book.build("smoke", small, book.Places(read=warmed))
     assert "no-such-place" in (small / "_build" / "book.log").read_text()
     copy = small / "book" / "notebooks" / "01_pesc.ipynb"
     notebook = _notebook()

@@ -69,9 +69,9 @@ def renderers(project):
     ],
 )
 def test_a_killed_build_leaves_the_old_book_whole_and_nobody_who_writes_on(
-    project, place, kills, forked
+    project, warmed, kills, forked
 ):
-    place = place if forked else None
+    place = warmed if forked else None
     begun = time.monotonic()
     assert start(project, place).wait() == 0
     # By this seed the first kill is early and of the parent alone, the second of all.
@@ -99,9 +99,9 @@ def test_a_killed_build_leaves_the_old_book_whole_and_nobody_who_writes_on(
 
 
 def test_a_build_that_was_refused_is_refused_again_and_the_old_book_stands(
-    project, place
+    project, warmed
 ):
-    render = partial(rendering.render, project, place=place)
+    render = partial(rendering.render, project, place=warmed)
     render()
     page = project / "book" / "page_3.md"
     whole = page.read_text()

@@ -250,12 +250,12 @@ def test_sources_are_watched_and_what_builds_write_is_not(fresh):
 
 
 def test_a_changed_page_is_shown_renewed_and_a_wrong_one_is_told(
-    project, monkeypatch, capfd
+    project, warmed, monkeypatch, capfd
 ):
     (project / "book" / "_generated").mkdir()
     made_of = freshness.digest(project, freshness.SHOWN)
     freshness.seal(project / "book" / "_generated", made_of)
-    rendering.render(project)
+    rendering.render(project, place=warmed)
     monkeypatch.setattr(serving, "MOMENT", 0.1)
     stop = threading.Event()
     watching = threading.Thread(target=serving.watch, args=(project, stop))

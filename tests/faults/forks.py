@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -17,7 +16,9 @@ from ipykernel import kernelapp
 
 from moebook import cli, storage
 from moebook.data import tasks
+from moebook.lab import papers
 from moebook.lab.run import pace
+from moebook.lab.run.children import Fork
 
 REPOSITORY = Path(__file__).parents[2]
 THEIRS = """
@@ -34,42 +35,55 @@ PRELOADED = [*THEIRS.split(), *(f"moebook.{name}" for name in OURS.split())]
 class Forks:
     """Runs one command at a time, in a project, with a folder for temporary files."""
 
-    def __init__(self, told):
+    def __init__(self, told, place):
+        """Start the process that forks, itself a fork where a ``place`` of `warm` is given."""
         self.told = told
-        mark = secrets.token_hex(8)
-        self.mark = mark.encode()
         inline = "module://matplotlib_inline.backend_inline"  # as a kernel sets it on its own
-        env = os.environ | {
-            "FORKS": mark,
-            "PYTHONPATH": str(REPOSITORY),
-            "MPLBACKEND": inline,
-        }
-        command = [
-            sys.executable,
-            "-c",
-            "from tests.faults import forks; forks.serve()",
-        ]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, env=env, **pipes)
+        env = os.environ | {"PYTHONPATH": str(REPOSITORY), "MPLBACKEND": inline}
+        command = ["-c", "from tests.faults import forks; forks.serve()"]
+        asked, asks = os.pipe()
+        hears, answered = os.pipe()
+        self.asks = os.fdopen(asks, "w")
+        self.hears = os.fdopen(hears)
+        if place:
+            files = (asked, answered, sys.stderr.fileno())
+            self.process = Fork(place, command, env=env, cwd=REPOSITORY, files=files)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                env=env,
+                cwd=REPOSITORY,
+                stdin=asked,
+                stdout=answered,
+            )
+        os.close(asked)
+        os.close(answered)
 
     def begin(self, folder, temporary, *words):
         """Start a command and return its process; what it prints goes to the file ``told``."""
         asked = json.dumps([str(folder), str(temporary), str(self.told), *words])
-        print(asked, file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline())
+        print(asked, file=self.asks, flush=True)
+        return int(self.hears.readline())
 
     def end(self):
         """Wait for the command and return its status."""
-        print(file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline())
+        print(file=self.asks, flush=True)
+        return int(self.hears.readline())
+
+    def close(self):
+        """End it, and all that it forked."""
+        self.sweep()
+        self.asks.close()
+        self.process.wait()
+        self.hears.close()
 
     def sweep(self):
-        """Kill kernels that did not see that their parent was killed."""
-        for path in Path("/proc").glob("[0-9]*/environ"):
+        """Kill kernels that did not see that their parent was killed: those with its input."""
+        pipe = f"pipe:[{os.fstat(self.asks.fileno()).st_ino}]"
+        for path in Path("/proc").glob("[0-9]*/fd/0"):
             with suppress(OSError):
                 pid = int(path.parts[2])
-                marked = self.mark in path.read_bytes()
-                if marked and pid != self.process.pid:
+                if os.readlink(path) == pipe and pid != self.process.pid:
                     os.kill(pid, signal.SIGKILL)
 
 
@@ -109,6 +123,7 @@ def serve():
     gc.enable()
     storage.files.loaded()  # what a notebook hashes is hashed once
     sum(task.majority for task in tasks.KNOWN.values())  # and tasks are split once
+    papers.claims()  # and claims are read once
     measured = pace.pace()
     pace.pace = lambda: measured
     jupyter_client.launcher.Popen = Kernel

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moebook import experiments, storage
+from moebook import evaluation, experiments, storage
 from moebook.errors import nearest, refuse
 from moebook.intervals import interval
 from moebook.lab import papers, plotting, records
@@ -314,6 +314,40 @@ def reached(
     return whole[
         [*(measure for measure in measures if measure in whole), "seeds"]
     ].fillna("")
+
+
+def benchmarks(pools: Mapping[str, Pool]) -> pd.DataFrame:
+    """Put the recorded scores of untuned bases beside chance and their model cards.
+
+    A line a pool and benchmark, as `moebook.evaluation.summary` has it, with the lead over chance
+    in standard errors and the loss; pools that recorded no benchmark are left out.
+    """
+    tables = dict[str, pd.DataFrame]()
+    for name, pool in pools.items():
+        by_task = dict[str, dict[str, Any]]()
+        for value in pool.last.values:
+            if "/benchmark/" in value.name:
+                task, measure = value.name.split("/")[3:5]
+                by_task.setdefault(task, {})[measure] = value.items
+        parts = []
+        for task, measures in by_task.items():
+            rows = pd.DataFrame(measures).assign(task=task)
+            parts.append(rows.assign(asked=task))
+            if task.startswith("arc_"):  # the model's card has both parts as one
+                parts.append(rows.assign(asked="ai2_arc"))
+        if parts:
+            as_answered = {"accuracy": "unnormalised", "normalised": "correct"}
+            items = pd.concat(parts).rename(columns=as_answered)
+            scores = evaluation.summary(items, pool.last.settings["base"])
+            lead = scores.normalised - scores.chance
+            scores["errors above chance"] = lead / scores.pop("its standard error")
+            scores["loss"] = items.groupby("asked").nll.mean()
+            tables[name] = scores
+    if not tables:
+        return pd.DataFrame()
+    every = pd.concat(tables)
+    digits = every.select_dtypes("float").map("{:.3f}".format, na_action="ignore")
+    return every.assign(**digits).fillna("")
 
 
 def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.DataFrame:
