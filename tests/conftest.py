@@ -169,7 +169,9 @@ def ledger(pools: Callable[[str], Any]) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory, warmed: str | None) -> Iterator[Any]:
+def forks(
+    tmp_path_factory: pytest.TempPathFactory, warmed: str | None
+) -> Iterator[Any]:
     """Commands of `moebook` without the time that imports take."""
     from tests.faults.forks import Forks
 

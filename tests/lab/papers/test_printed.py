@@ -129,7 +129,7 @@ def test_an_unknown_paper_table_or_group_names_the_nearest():
             "found ['capton']",
         ),
         (GOOD.replace("# unit: percent\n", ""), 1, "caption, unit and source"),
-        ('# table: "1\n' + GOOD, 2, "<block end>"),
+        ('# table: "1\n' + GOOD, 2, "key"),
     ],
 )
 def test_a_malformed_file_is_refused_with_file_and_line(tmp_path, text, line, message):
@@ -318,7 +318,7 @@ def second(old, new):  # a good claim, and another with one line changed
         (second("01_pesc", "pesc"), "17:3: notebook is 'pesc', "),
         (second("pesc.two", "rocket.two"), "17:3: .*expected pesc.words"),
         (CLAIM + CLAIM, "17:3: claim 'pesc.one': stands twice"),
-        (CLAIM + "- id: [\n", "18:1: expected the node"),
+        (CLAIM + "- id: [\n", "18:1: did not find expected node content"),
         (CLAIM + "- pesc.two\n", "17:3: expected a claim, found 'pesc.two'"),
         ("", "1: expected a list of claims"),
     ],
