@@ -427,3 +427,21 @@ def test_what_a_head_names_between_braces_is_written_from_the_pools():
             pools,
             "pesc/nano",
         )
+
+
+def test_recorded_benchmarks_stand_beside_chance_and_their_model_card(pools):
+    every = pools("bases")
+    scores = findings.benchmarks(every)
+    right = {}
+    for value in every["smollm2"].last.values:
+        if value.name.endswith("/normalised"):
+            right[value.name.split("/")[3]] = value.value
+    assert len(right) == 9
+    told = scores.loc["smollm2"].normalised
+    assert {*told.index} == {*right, "ai2_arc"}
+    for name, share in right.items():
+        assert told[name] == f"{share:.3f}"
+    both = (right["arc_easy"] + right["arc_challenge"]) / 2
+    assert float(told["ai2_arc"]) == pytest.approx(both, abs=1e-3)
+    assert findings.benchmarks({"nano": every["nano"]}).empty
+    assert findings.benchmarks({}).empty
