@@ -61,6 +61,8 @@ BESIDE = 30
 """Characters that fit left of a panel."""
 LINE = 0.2
 """Height of a line of text in inches."""
+APART = 4
+"""Pixels that names below an axis keep from one another."""
 COLOURED = 3
 """Coloured series that a legend may have; a reader keeps no more in mind."""
 INK = "#14171A"
@@ -158,7 +160,6 @@ def heatmap(
     for index, (axes, table) in enumerate(zip(cells, tables.values(), strict=True)):
         image = axes.imshow(table, vmin=low, vmax=high, aspect="auto")
         axes.set_xticks(range(len(columns)), [spoken(name) for name in columns])
-        tilt_when_long(axes, columns, across)
         first = index % across == 0  # the others stand right of the same names
         names = [spoken(name) if first else "" for name in rows]
         axes.set_yticks(range(len(rows)), names)
@@ -171,6 +172,7 @@ def heatmap(
     figure.colorbar(
         image, ax=figure.axes, label=folded(label), shrink=0.9, pad=0.015, aspect=30
     )
+    tilt_where_they_collide(cells)
     return finished(figure)
 
 
@@ -717,8 +719,14 @@ def _round_numbers(low: float, high: float) -> Iterator[list[float]]:
         yield [float(tick) for tick in evenly if tick > 0]
 
 
-def tilt_when_long(axes: Axes, names: Sequence[object], across: int = 1) -> None:
-    """Tilt the horizontal axis's names where side by side they would collide."""
-    if across * sum(len(str(name)) for name in names) > 75:
+def tilt_where_they_collide(panels: Sequence[Axes]) -> None:
+    """Tilt the horizontal axes' names where side by side two would touch, as they are drawn."""
+    panels[0].figure.draw_without_rendering()
+    collide = False
+    for axes in panels:
+        boxes = [name.get_window_extent() for name in axes.get_xticklabels()]
+        for left, right in itertools.pairwise(boxes):
+            collide |= left.x1 + APART > right.x0
+    for axes in panels if collide else ():
         axes.tick_params(axis="x", rotation=30)
         plt.setp(axes.get_xticklabels(), ha="right", rotation_mode="anchor")

@@ -133,6 +133,18 @@ def test_heat_maps_share_a_colour_scale_and_number_their_cells():
     assert texts(figure.axes[0].texts) == ["10.00", "20.33", "-.50"]
 
 
+@pytest.mark.parametrize(
+    ("columns", "angle"),
+    [(["0", "1", "2"], 0), (["LoRAHub", "SMEAR", "PHATGOOSE"] * 2, 30)],
+)
+def test_names_below_a_heat_map_are_tilted_where_they_would_touch(columns, angle):
+    figure = plotting.heatmap(
+        {"": np.ones((1, len(columns)))}, rows=["kinship"], columns=columns, label=""
+    )
+    names = figure.axes[0].get_xticklabels()
+    assert {name.get_rotation() for name in names} == {angle}
+
+
 def test_loads_stack_to_one_and_number_their_experts():
     shares = {"layer 0": [0.5, 0.49, 0.01], "layer 1": [0.2, 0.3, 0.5]}
     (axes,) = plotting.loads(shares).axes
