@@ -204,7 +204,7 @@ class AdapterMoE(nn.Module):
         self.adapters = adapters
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``h + scale * sum_k w_k adapter_k(h)``, ``h = shared(x)``, shaped as ``x [B, T, D]``."""
+        """Return ``h + scale * sum_k w_k adapter_k(h)`` with ``h = shared(x)``; ``x [B, T, D]``."""
         routing = self.router(x)
         h = self.shared(x)
         return self.adapters(h.flatten(0, -2), routing).view_as(h)

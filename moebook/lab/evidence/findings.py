@@ -47,7 +47,7 @@ PROMISES = {
     "pesc.sparse-beats-dense": "PESC: sparse over dense",
     "router_init.trsu-beats-dense": "router start: TRSU over dense",
     "rocket.beats-source-best-sft": "Rocket: mixture over one LoRA",
-    "esft.gate-beats-attention-lora": "ESFT: experts over LoRA",
+    "esft.gate-beats-attention-lora": "ESFT: experts over LoRA on attention",
 }
 """The gain in accuracy that each paper is about, and what it is called in a figure."""
 SMALL = "1 M"  # the scale at which all four were measured
