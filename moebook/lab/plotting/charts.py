@@ -172,7 +172,7 @@ def heatmap(
     figure.colorbar(
         image, ax=figure.axes, label=folded(label), shrink=0.9, pad=0.015, aspect=30
     )
-    tilt_where_they_collide(cells)
+    tilt_where_they_collide(figure, cells)
     return finished(figure)
 
 
@@ -719,9 +719,9 @@ def _round_numbers(low: float, high: float) -> Iterator[list[float]]:
         yield [float(tick) for tick in evenly if tick > 0]
 
 
-def tilt_where_they_collide(panels: Sequence[Axes]) -> None:
+def tilt_where_they_collide(figure: Figure, panels: Sequence[Axes]) -> None:
     """Tilt the horizontal axes' names where side by side two would touch, as they are drawn."""
-    panels[0].figure.draw_without_rendering()
+    figure.draw_without_rendering()
     collide = False
     for axes in panels:
         boxes = [name.get_window_extent() for name in axes.get_xticklabels()]
