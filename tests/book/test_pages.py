@@ -227,7 +227,7 @@ def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survi
     rows += [_row("pesc.live", _pool(0.9, tier="cpu")), _row("pesc.none")]
     text = pages.page("chance", rows=rows)
     assert (
-        "The 6 claims have 4 verdicts about a direction that seeds decide, one a claim"
+        "The 6 claims have 4 verdicts about a direction that seeds decide, one per claim"
         in text
     )
     assert "; 2 of these are *holds* or *fails*" in text

@@ -202,7 +202,8 @@ def promises(rows: Iterable[Row]) -> Any:
     frame = pd.DataFrame(points, columns=[*COLUMNS, "printed"])
     frame = frame.assign(series="here, 95 % interval").astype({"printed": float})
     clear = int((frame.sure & (frame.value > 0)).sum())
-    title = f"Of {len(frame)} promised gains, {clear or 'none'} clear at {SMALL}"
+    verb = "are" if clear > 1 else "is"
+    title = f"{clear or 'None'} of {len(frame)} promised gains {verb} clear at {SMALL}"
     return plotting.forest(frame, xlabel="gain in correct answers", title=title)
 
 

@@ -48,10 +48,8 @@ def read(folder: Path) -> list[Design]:
     every = []
     for name, notebook in sources.notebooks(folder).items():
         pools = store.pools(name, folder)
-        for protocol in notebook.protocols:
+        for protocol in planned(notebook):
             head = notebook.head(protocol)
-            if MARK not in head:
-                continue
             said = notebook.facts(protocol)
             pool = pools.get(protocol)
             facts = {fact: text for fact, text in said.items() if fact in DECIDED}
@@ -72,6 +70,11 @@ def read(folder: Path) -> list[Design]:
                 )
             )
     return every
+
+
+def planned(notebook: sources.Notebook) -> list[str]:
+    """Return the protocols whose heads were written before the runs: each has a design."""
+    return [one for one in notebook.protocols if MARK in notebook.head(one)]
 
 
 def _prose(head: Iterable[str]) -> str:

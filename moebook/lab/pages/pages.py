@@ -78,6 +78,11 @@ def anchor(pool: Pool) -> str:
     return re.sub(r"\W+", "-", f"runs-{pool.notebook}-{pool.protocol}")
 
 
+def plan_anchor(notebook: str, protocol: str) -> str:
+    """Name the design of a study, for links to it."""
+    return re.sub(r"\W+", "-", f"plan-{notebook}-{protocol}")
+
+
 def bound(claim: Claim) -> str:
     """Say which number is subtracted from a claim's quantity, if any, and for whom it must fail."""
     number = isinstance(claim.reference, (int, float)) and claim.reference
@@ -85,7 +90,7 @@ def bound(claim: Claim) -> str:
     if claim.trivial is None:
         return less
     who = claim.trivial if isinstance(claim.trivial, str) else f"{claim.trivial:g}"
-    return f"{less}; it must fail for {who}"
+    return f"{less}; as a check, it must fail for {who}"
 
 
 QUANTITIES = {"nll": "loss", "cost/step": "time of a step"}
@@ -165,6 +170,7 @@ def counted(things: Iterable[Any], paper: str, label: str) -> dict[str, Counter[
 for thing in (
     amount,
     anchor,
+    plan_anchor,
     bound,
     commit,
     compared,
@@ -276,7 +282,12 @@ def recorded(folder: Path) -> str:
             pools += store.pools(name, folder).values()
             others += [store.pool(name, CLASS, folder), store.live(name, folder)]
     pools += [pool for pool in others if pool]
-    return page("records", pools=pools, folder=folder)
+    planned = {
+        (name, protocol)
+        for name, notebook in sources.notebooks(folder).items()
+        for protocol in heads.planned(notebook)
+    }
+    return page("records", pools=pools, planned=planned, folder=folder)
 
 
 def taught(folder: Path) -> str:

@@ -139,10 +139,10 @@ def test_promises_are_drawn_for_what_ran_and_open_where_nothing_is_decided():
     labels = [text.get_text() for text in axes.get_yticklabels()]
     assert labels == [findings.PROMISES[CLAIM.id]]
     assert axes.lines[1].get_markerfacecolor() != "white"
-    assert figure.get_suptitle() == "Of 1 promised gains, 1 clear at 1 M"
+    assert figure.get_suptitle() == "1 of 1 promised gains is clear at 1 M"
     open_one = findings.promises([decided(CLAIM, pool(*OPEN))])
     assert open_one.axes[0].lines[1].get_markerfacecolor() == "white"
-    assert open_one.get_suptitle() == "Of 1 promised gains, none clear at 1 M"
+    assert open_one.get_suptitle() == "None of 1 promised gains is clear at 1 M"
     assert findings.promises([row(CLAIM, []), COMPUTED]) is None
 
 
