@@ -145,10 +145,10 @@ class Run:
     def beside(self, measures: Mapping[str, Measure]) -> pd.DataFrame | str:
         """Put this run's values beside those of the recorded runs on the same base.
 
-        ``measures`` are a line's text to what it shows. Of several studies on that base one that
-        decides claims counts, and of these the one with most seeds, each line by itself; intervals
-        at 95 % are over seeds and test rows. No part of the run: where no recorded run can be
-        read, it says why instead.
+        ``measures`` are a line's text to what it shows. Of several studies on that base the one
+        counts that decides most claims about what the line shows, then one that decides any claim,
+        then the one with most seeds. Intervals at 95 % are over seeds and test rows. No part of the
+        run: where no recorded run can be read, it says why instead.
         """
         import pandas as pd
 
@@ -326,31 +326,36 @@ def _told(number: float, unit: str, *, is_difference: bool) -> str:
 def _recorded(names: Sequence[str], base: str) -> Pool | None:
     """Find the pool on a base that speaks for values of all names; None without one.
 
-    Those that decide claims come before exploratory ones, and of these the one with most seeds.
+    That is the one that decides most claims about these values: elsewhere an arm of the same name
+    may have learnt other tasks. Then come those that decide other claims, then those of most seeds.
     """
     notebook, _, _ = names[0].partition("/")
     best: Pool | None = None
-    rank_of_best = (False, 0)
-    for pool, decides in _pools(notebook, storage.root()):
+    rank_of_best = (0, False, 0)
+    for pool, compared in _pools(notebook, storage.root()):
         if str(pool.runs[0].settings.get("base", "")) != base:
             continue
         seeds = len(pool.having(*names))
-        if seeds and (decides, seeds) > rank_of_best:
+        about = sum(set(names) <= values for values in compared)
+        rank = (about, bool(compared), seeds)
+        if seeds and rank > rank_of_best:
             best = pool
-            rank_of_best = (decides, seeds)
+            rank_of_best = rank
     return best
 
 
 @functools.cache
-def _pools(notebook: str, folder: Path) -> list[tuple[Pool, bool]]:
-    """Read a notebook's recorded runs, once, and whether a pool's protocol decides any claim."""
+def _pools(notebook: str, folder: Path) -> list[tuple[Pool, list[set[str]]]]:
+    """Read a notebook's recorded runs, once, and of each claim that a pool decides its values."""
+    from moebook.lab import papers
     from moebook.lab.run import sources
 
     source = sources.find(folder, notebook)
-    pools: list[tuple[Pool, bool]] = []
+    pools: list[tuple[Pool, list[set[str]]]] = []
     for protocol, pool in sources.pools(notebook, folder).items():
-        decides = protocol in source.protocols and bool(source.decides(protocol))
-        pools.append((pool, decides))
+        decided = source.decides(protocol) if protocol in source.protocols else []
+        compared = [set(papers.claim(name).values) for name in decided]
+        pools.append((pool, compared))
     return pools
 
 

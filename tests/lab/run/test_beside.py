@@ -88,6 +88,17 @@ def test_what_decides_claims_comes_before_more_seeds_and_more_seeds_before_fewer
     assert lines.loc["lead", "seeds"] == 2
 
 
+def test_who_decides_a_claim_of_the_value_comes_before_who_decides_others(project, run):
+    other = "# Decides: pesc.experts-16-over-4\ntier: study\n"
+    storage.write(project / "notebooks" / "01_pesc.other.yaml", other)
+    for seed in range(4):
+        keep(project, "other", seed, 0.9, 0.1)
+    for seed in range(2):
+        keep(project, "deciding", seed, 0.3, 0.2)
+    lines = run.beside({"lead": LEAD, "dense": LEAD[1]})
+    assert lines.study.tolist() == ["deciding", "deciding"]
+
+
 def test_without_recorded_runs_on_the_base_a_line_says_so(project, run):
     keep(project, "many", 0, 0.9, 0.1, base="smollm2")
     assert set(run.beside({"lead": LEAD}).loc["lead"]) == {ABSENT}
