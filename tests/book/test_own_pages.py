@@ -192,6 +192,7 @@ def test_a_run_is_planned_without_a_weight(place, capsys):
     lines = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
     trained = {name: int(line.split()[0]) for name, line in lines.items()}
     assert trained["lora"] < trained["pesc"] < trained["full"]
+    assert min(trained["lora-sparse"], trained["esft"]) > 0
 
 
 def test_the_form_that_the_pages_ask_in_is_that_of_training(place):
