@@ -320,25 +320,13 @@ def reached(
 def benchmarks(pools: Mapping[str, Pool]) -> pd.DataFrame:
     """Put the recorded scores of untuned bases beside chance and their model cards.
 
-    A line a pool and benchmark, as `moebook.evaluation.summary` has it, with the lead over chance
-    in standard errors and the loss; pools that recorded no benchmark are left out.
+    One line per pool and benchmark, as `moebook.evaluation.summary` has it, with the lead over
+    chance in standard errors and the loss; pools that recorded no benchmark are left out.
     """
     tables = dict[str, pd.DataFrame]()
     for name, pool in pools.items():
-        by_task = dict[str, dict[str, Any]]()
-        for value in pool.last.values:
-            if "/benchmark/" in value.name:
-                task, measure = value.name.split("/")[3:5]
-                by_task.setdefault(task, {})[measure] = value.items
-        parts = []
-        for task, measures in by_task.items():
-            rows = pd.DataFrame(measures).assign(task=task)
-            parts.append(rows.assign(asked=task))
-            if task.startswith("arc_"):  # the model's card has both parts as one
-                parts.append(rows.assign(asked="ai2_arc"))
-        if parts:
-            as_answered = {"accuracy": "unnormalised", "normalised": "correct"}
-            items = pd.concat(parts).rename(columns=as_answered)
+        items = _benchmark_items(pool.last)
+        if len(items):
             scores = evaluation.summary(items, pool.last.settings["base"])
             lead = scores.normalised - scores.chance
             scores["errors above chance"] = lead / scores.pop("its standard error")
@@ -349,6 +337,23 @@ def benchmarks(pools: Mapping[str, Pool]) -> pd.DataFrame:
     every = pd.concat(tables)
     digits = every.select_dtypes("float").map("{:.3f}".format, na_action="ignore")
     return every.assign(**digits).fillna("")
+
+
+def _benchmark_items(run: records.Run) -> pd.DataFrame:
+    """Return the items of a run's benchmarks as `moebook.evaluation.evaluate` gives them."""
+    by_task = dict[str, dict[str, Any]]()
+    for value in run.values:
+        if "/benchmark/" in value.name:
+            task, measure = value.name.split("/")[3:5]
+            by_task.setdefault(task, {})[measure] = value.items
+    parts = [pd.DataFrame()]
+    for task, measures in by_task.items():
+        rows = pd.DataFrame(measures).assign(task=task)
+        parts.append(rows.assign(asked=task))
+        if task.startswith("arc_"):  # the model's card has both parts as one
+            parts.append(rows.assign(asked="ai2_arc"))
+    as_answered = {"accuracy": "unnormalised", "normalised": "correct"}
+    return pd.concat(parts).rename(columns=as_answered)
 
 
 def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.DataFrame:
