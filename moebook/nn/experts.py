@@ -146,12 +146,13 @@ class Adapters(nn.Module):
 
     ``up`` starts at zero, so that at first every adapter adds nothing. ``down`` starts
     kaiming-uniform with a = sqrt 5, or at zero too (``down_init="zero"``, the paper's "omega_0 is
-    initialised to zero", read literally): then neither ever receives a gradient, since that of
+    initialised to zero", read literally). Then neither ever receives a gradient, since that of
     ``up`` is a multiple of gelu(0) = 0, that of ``down`` of ``up`` = 0.
 
     The output is multiplied by ``scale`` in training and by ``served_scale`` in evaluation mode
     (the released code merges with another). ``dropout`` is the share of inputs dropped before
-    ``down`` in training: one mask a token; the released code draws one for each of its K adapters.
+    ``down`` in training, with one mask a token. The released code draws one for each of its K
+    adapters.
     """
 
     @checked

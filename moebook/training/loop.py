@@ -63,9 +63,9 @@ def fit(
 
     Under ``accelerate launch`` every process trains on its part of every batch, data parallel or by
     FSDP2 (``shards``, which `training` sets there); all share the folder of checkpoints. Loss and
-    penalty are means over the whole batch: one process or several, whole or accumulated, give the
-    same numbers up to rounding, but dropout draws others, and a balance loss (the product of two
-    means) is that of each part. With FSDP2 a penalty gets the model in shards, a milestone the
+    penalty are means over the whole batch. So one process or several, whole or accumulated, give
+    the same numbers up to rounding. But dropout draws others, and a balance loss (the product of
+    two means) is that of each part. With FSDP2 a penalty gets the model in shards, a milestone the
     whole one, in every process; what breaks training off, but for a refused step, leaves the model
     empty (E-PROCESS: another process has ended).
 
@@ -75,10 +75,11 @@ def fit(
 
     Rows have ``input_ids`` and ``labels`` (-100: nothing is learnt). ``penalty`` is called with the
     model after each forward pass, and its scalar added to the loss. ``milestones`` are numbers of
-    steps done, from 0, and what to call with the model then; it must leave the parameters alone. A
-    folder ``output`` keeps checkpoints (every so many steps, every five minutes or more, at
-    milestones and at the end), and training goes on from the newest of the same run; a notebook
-    under `moebook run` has one unasked (`training.checkpoints`). ``recipe`` holds fields of
+    steps done, from 0, and what to call with the model then; it must leave the parameters alone.
+
+    A folder ``output`` keeps checkpoints: every so many steps, every five minutes or more, at
+    milestones and at the end. Training goes on from the newest of the same run. A notebook under
+    `moebook run` has such a folder unasked (`training.checkpoints`). ``recipe`` holds fields of
     `Recipe`. A loss or gradient that is not finite is refused before it moves a parameter.
 
     >>> from moebook import data, models

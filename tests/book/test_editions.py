@@ -36,6 +36,16 @@ def test_every_exercise_has_minutes_a_hint_and_a_question_and_no_note_is_of_anot
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_page_for_teachers_gives_the_minutes_of_each_exercise(page):
+    minutes = {
+        task.title: NOTES[task.label]["minutes"] for task in editions.exercises(page)[1]
+    }
+    each = " · ".join(f"{title} {length}" for title, length in minutes.items())
+    told = f"]({page.name}) | {each} | {sum(minutes.values())} |"
+    assert told in (editions.BOOK / "teaching.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_stub_fails_in_place_and_a_solution_passes(page, tmp_path, capsys):
     student, instructor = (
         editions.notebook(page, edition) for edition in editions.EDITIONS

@@ -229,17 +229,20 @@ class Pool:
         remarks: list[str] = []
         if untried and self.tier in COMMITTED and not chosen_before:
             remarks.append(f"{' and '.join(untried)} had no choice of rate")
-        for arm in words:
-            every = self.rates.get(arm, {}).values()  # loss by rate, a grid a seed
-            grids = [grid for grid in every if len(grid) > 1]
-            best_rates = [(min(grid, key=grid.__getitem__), grid) for grid in grids]
-            for end, extreme in (("lowest", min), ("highest", max)):
-                count = sum(best == extreme(grid) for best, grid in best_rates)
+        for which, extreme in (("lowest", min), ("highest", max)):
+            liked: list[str] = []
+            for arm in words:
+                every = self.rates.get(arm, {}).values()  # loss by rate, a grid a seed
+                grids = [grid for grid in every if len(grid) > 1]
+                best = [min(grid, key=grid.__getitem__) for grid in grids]
+                ends = [extreme(grid) for grid in grids]
+                count = sum(rate == end for rate, end in zip(best, ends, strict=True))
                 if 2 * count > len(grids):
-                    seeds = f"in {count} of {len(grids)} seeds"
-                    liked = f"{arm} preferred the {end} rate we tried {seeds}"
-                    remarks.append(f"{liked}: it may be under-tuned")
-        return ", ".join(remarks)
+                    liked.append(f"{arm} ({count} of {len(grids)} seeds)")
+            if liked:
+                preferred = f"preferred the {which} rate we tried"
+                remarks.append(f"{', '.join(liked)} {preferred} and may be under-tuned")
+        return "; ".join(remarks)
 
     def effects(self, name: str, reference: Reference = None) -> np.ndarray:
         """A value less a reference, ``[S, I]`` by seed and item.

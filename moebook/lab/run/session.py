@@ -429,7 +429,7 @@ def _show_tables() -> None:
     pd.set_option("display.max_colwidth", TEXT)
     pd.set_option("display.float_format", _number)
     formatters = shell.display_formatter.formatters
-    for kind in (dict, pd.Series, Presets):
+    for kind in (dict, pd.Series, pd.DataFrame, Presets):
         formatters["text/html"].for_type(kind, table)
     plain = formatters["text/plain"]
     plain.for_type(float, lambda number, printer, cycle: printer.text(f"{number:.4g}"))
@@ -437,9 +437,14 @@ def _show_tables() -> None:
 
 
 def table(facts: Any) -> str:
-    """Write a mapping, a series or settings as an HTML table, a line a name."""
+    """Write a mapping, a series or settings as an HTML table, a line a name; or a frame."""
     import pandas as pd
 
+    if isinstance(facts, pd.DataFrame):
+        counts = dict.fromkeys(facts.select_dtypes("integer"), "{:,}".format)
+        return facts.to_html(
+            formatters=counts, max_rows=pd.get_option("display.max_rows")
+        )
     lines = facts if isinstance(facts, (Mapping, pd.Series)) else vars(facts)
     nested = isinstance(lines, Mapping) and all(
         isinstance(line, Mapping) for line in lines.values()

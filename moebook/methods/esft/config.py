@@ -22,9 +22,10 @@ class Config(Presets):
     (Sec. 4.3).
 
     An expert's relevance is the share of routed slots that it gets (``"token"``, Eq. 7)
-    or the mean of its gates (``"gate"``, Eq. 6), over all ``"tokens"`` (released) or
-    within each of the ``"samples"`` and then over these (as printed). The released code
-    divides by no total: token scores sum to 1 anyway, gates only if renormalised.
+    or the mean of its gates (``"gate"``, Eq. 6). Both are over all ``"tokens"``
+    (released), or within each of the ``"samples"`` and then over these (as printed).
+    The released code divides by no total: token scores sum to 1 anyway, gates only if
+    renormalised.
     """
 
     score: Score = "token"

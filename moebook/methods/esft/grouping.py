@@ -91,9 +91,9 @@ def group(
     """Bind a mixture's experts in groups that share one gate, in place (Sec. 6.3, Appendix C).
 
     The gate vector of a group is the mean of its members', and one parameter from then on: a token
-    takes a whole group or none of it, and still K experts, of K / size groups. The softmax stays
-    over all E experts, so members have equal gates. ``counts`` are of `cooccurrence`, ``[E, E]`` a
-    layer, ``size`` is experts a group. Returns groups by layer, for `select`.
+    takes a whole group or none of it. It still takes K experts, of K / size groups. The softmax
+    stays over all E experts, so members have equal gates. ``counts`` are of `cooccurrence`,
+    ``[E, E]`` a layer, ``size`` is experts a group. Returns groups by layer, for `select`.
     """
     layers = sparse_layers(model)
     if origin_or_none(model, Origin) is not None:

@@ -28,9 +28,9 @@ def export(model: nn.Module, folder: Place) -> Path:
     """Write the LoRA that `lora` put on a mixture as a new folder in PEFT's form.
 
     ``PeftModel.from_pretrained(base, folder)`` then gives the same logits, up to rounding.
-    Routed experts are ``target_parameters``, ``A [E * R, in]`` and ``B [out, E * R]``; so
-    are linear layers outside of attention, whose names PEFT would take for those of
-    experts as they were called before transformers fused them.
+    Routed experts are ``target_parameters``, ``A [E * R, in]`` and ``B [out, E * R]``. So
+    are linear layers outside of attention: PEFT would take their names for those that
+    experts had before transformers fused them.
 
     Raises:
         Refusal: E-MODEL for a model without such LoRA, E-EXISTS for a folder that is

@@ -5,9 +5,9 @@
 base. The result is one LoRA of the same rank. The authors' code is for encoder-decoders; here nats
 are means over the answers' tokens of a causal model.
 
-The released search asks nevergrad's NGOpt, which for this box and budget is COBYLA: deterministic,
-and it goes through w = 0 and one coordinate after another by 0.5 before its model takes a step, so
-that 40 evaluations of 38 LoRAs leave one. The paper has CMA-ES and an L1 penalty, as three
+The released search asks nevergrad's NGOpt, which for this box and budget is COBYLA. That is
+deterministic: it goes through w = 0 and one coordinate after another by 0.5 before its model takes
+a step. So 40 evaluations of 38 LoRAs leave one. The paper has CMA-ES and an L1 penalty, as three
 summaries agree; its text was not at hand, and that its penalty is a sum is unverified.
 """
 

@@ -1,6 +1,6 @@
 """PHATGOOSE: a gate vector for each LoRA and layer, learnt on the LoRA's own rows, routes tokens.
 
-First, with all else frozen, ``y = W x + sigmoid(v_n . x) s_n B_n A_n x``, v = 0 at the start; then
+First, with all else frozen, ``y = W x + sigmoid(v_n . x) s_n B_n A_n x``, v = 0 at the start. Then
 ``y = W x + sum_n g_n s_n B_n A_n x`` with g the softmax over a token's k largest
 ``a_n = n(v_n) . n(x) / sqrt D``, n = LayerNorm without weights. Nothing is trained on the target.
 Muqeeth et al. (2024), Learning to Route Among Specialized Experts for Zero-Shot Generalization,

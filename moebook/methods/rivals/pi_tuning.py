@@ -1,7 +1,7 @@
 """pi-tuning: the LoRAs of the k tasks most like the target stand beside the target's own.
 
-A task's embedding is the diagonal Fisher information of its own LoRA on its own rows; similarity
-is the mean over tensors of ``cos(F_a / (F_a + F_b), F_b / (F_a + F_b))``; then
+A task's embedding is the diagonal Fisher information of its own LoRA on its own rows. Similarity is
+the mean over tensors of ``cos(F_a / (F_a + F_b), F_b / (F_a + F_b))``. Then
 ``y = W x + sum_i softmax(v)_i s_i B_i A_i x`` over target and neighbours, v = 1 at the start. Wu et
 al. (2023), pi-Tuning: Transferring Multimodal Foundation Models with Optimal Multi-task
 Interpolation, arXiv 2304.14381; code: TencentARC/pi-Tuning. Not verified in the paper's text: that

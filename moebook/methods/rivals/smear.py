@@ -7,7 +7,7 @@ the mean runs over padding and the decoder's routers read the encoder's output.
 
 For causal models we do as mttl's branch ``mhr_camera_ready`` does, which is not the authors' own:
 the mean is of the prompt's tokens, since that of the row would see the answer in training and not
-afterwards, and what a prompt decided holds while its answer is written.
+afterwards. What a prompt decided holds while its answer is written.
 
 The prompt is what stands before a row's first label; without labels it is the whole row, or what
 `prompted` says. With a cache it is what began the cache, which keeps the weights, so that they

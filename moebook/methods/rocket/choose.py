@@ -122,7 +122,7 @@ def select(
     """Choose N experts out of M candidates out of the bank (Alg. 1), exactly and repeatably.
 
     R_P ranks the whole bank by perplexity from the smallest, R_A by accuracy from the largest; the
-    M least sums are the candidates; R_D ranks all groups of N candidates by diversity from the
+    M least sums are the candidates. R_D ranks all groups of N candidates by diversity from the
     largest; the group with the least total wins. Equal values share a rank (1, 2, 2, 4); equal sums
     are settled by name. Takes `score.scores` and `similarity`; ``rankings`` count (Table 2).
 

@@ -213,8 +213,8 @@ def accuracy(
     """Say which shots each LoRA solves: greedy answers equal to the gold ones (Eq. 5), true or not.
 
     ``[N, S]``, indexed by name. Eq. 5 divides by N where it means K; the mean over a row is Acc.
-    ``post`` is f of Eq. 5, applied to both answers: by default that of the row's task or data set
-    (GSM8K's is the final number), else the first line. So are the most new tokens, else 64. A
+    ``post`` is f of Eq. 5, applied to both answers. By default it is that of the row's task or data
+    set (GSM8K's is the final number), else the first line. So are the most new tokens, else 64. A
     program (MBPP) solves a shot when it passes the row's tests, in a sandbox.
     """
     rights = [_right(row, post) for row in shots]

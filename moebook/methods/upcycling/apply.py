@@ -33,9 +33,9 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     """Turn a dense decoder into a sparse one with full experts in place (Sec. 2.1, 4.4).
 
     In each chosen layer E copies of the FFN, a gated MLP without biases, in fused 3-D weights
-    replace it, behind a linear router that reads its (normed) input in float32 or wider; without a
-    ``start`` it is SU's, N(0, 0.02^2). What is new requires a gradient; the rest stays (the paper
-    trains it all). W-ROUTER warns where, with K = 1, a norm stops them learning.
+    replace it, behind a linear router that reads its (normed) input in float32 or wider. Without a
+    ``start`` the router is SU's, N(0, 0.02^2). What is new requires a gradient; the rest stays (the
+    paper trains it all). W-ROUTER warns where, with K = 1, a norm stops them learning.
 
     >>> from moebook import models
     >>> model = upcycle(models.load("nano")[0], Config(experts=2, top_k=2))

@@ -19,14 +19,17 @@ class Config:
     """How a dense decoder becomes a sparse one with full experts (router-initialisation Sec. 4).
 
     ``"probability"`` (Eq. 2 as printed) makes a layer's output at step 0 the dense FFN's times the
-    sum of the token's K largest probabilities, between K/E and 1: NOT the dense model, but the
-    router has a gradient, even with K = 1, unless the host norms what its FFN puts out (Gemma 2,
-    OLMo 2): there that factor cancels. ``"renormalised"`` (Mixtral, mergekit): the weights sum to
-    1, so the model is the dense one. Where the sum is 1 or cancels, the language-model loss never
-    reaches the router with K = 1, and with K > 1 not until the experts differ: with ``noise`` at
-    once, else after the first step. ``"scaled"`` (ours) is Eq. 2 with one factor a layer on the
-    experts' outputs, by which a start that is `levelled` makes up for the probabilities' sum at
-    step 0, in the mean over tokens. None of ``layers`` stands for all of them (the paper's).
+    sum of the token's K largest probabilities, between K/E and 1. That is NOT the dense model, but
+    the router has a gradient, even with K = 1. Where the host norms what its FFN puts out (Gemma 2,
+    OLMo 2), that factor cancels. ``"renormalised"`` (Mixtral, mergekit): the weights sum to 1, so
+    the model is the dense one.
+
+    Where the sum is 1 or cancels, the language-model loss never reaches the router with K = 1. With
+    K > 1 it does once the experts differ: with ``noise`` at once, else after the first step.
+
+    ``"scaled"`` (ours) is Eq. 2 with one factor a layer on the experts' outputs. By it a start that
+    is `levelled` makes up for the probabilities' sum at step 0, in the mean over tokens. None of
+    ``layers`` stands for all of them (the paper's).
     """
 
     experts: Size = 4  # E, copies of the FFN per layer (2 or 4 in the paper)

@@ -127,7 +127,7 @@ def prompted(
 
     The tasks of ``rows`` (each with ``task`` and ``prompt``) are dealt out evenly by name, with
     `PROMPTS` at most per expert. ``"hidden"`` is the mean over prompts of each decoder layer's
-    input at the last token, ``"hidden_avg"`` at all columns, padding averaged in; ``"cheap_embed"``
+    input at the last token, ``"hidden_avg"`` at all columns, padding averaged in. ``"cheap_embed"``
     sums embeddings. Prompts have mergekit's tokens (see `_as_mergekit`), but end at ``max_length``.
     """
     given = [

@@ -166,7 +166,7 @@ def test_what_a_verdict_rests_on_is_said_for_arms_that_no_value_names_and_not_fo
         row(replace(BOUND, arms="adapters/upcycled"), [replace(one, runs=runs)])
     )
     assert findings.notes(best) == [
-        "adapters preferred the lowest rate we tried in 3 of 3 seeds: it may be under-tuned"
+        "adapters (3 of 3 seeds) preferred the lowest rate we tried and may be under-tuned"
     ]
     asked = {CLAIM.value: (0.0, 0.0), CLAIM.reference: (0.0, 0.0)}
     values = tuple(Value(name, 0.0, "share", each) for name, each in asked.items())
@@ -313,17 +313,24 @@ def test_an_end_of_the_grid_of_rates_is_told_of_the_arms_that_most_seeds_took_it
     several = Pool("pesc", "nano", runs)
     told = several.at_end("pesc/b/accuracy", "pesc/a/accuracy")
     liked = (
-        "a preferred the highest rate we tried in 1 of 1 seeds: it may be under-tuned"
+        "a (1 of 1 seeds) preferred the highest rate we tried and may be under-tuned"
     )
-    assert told == f"b had no choice of rate, {liked}"
+    assert told == f"b had no choice of rate; {liked}"
+    alike = [
+        replace(value, name=value.name.replace("/a/", "/c/"))
+        for value in runs[0].values
+        if "/a/" in value.name
+    ]
+    run_of_both = replace(
+        runs[0], values=(*runs[0].values, *alike), arms=("a", "b", "c")
+    )
+    both = Pool("pesc", "nano", (run_of_both,)).at_end("pesc/a/c")
+    assert both == liked.replace(" preferred", ", c (1 of 1 seeds) preferred")
     by_others = replace(runs[0], settings={"fixed_rates": "a=0.01,b=0.01"})
     told = Pool("pesc", "nano", (by_others,)).at_end(
         "pesc/b/accuracy", "pesc/a/accuracy"
     )
-    assert (
-        told
-        == "a preferred the highest rate we tried in 1 of 1 seeds: it may be under-tuned"
-    )
+    assert told == liked
     inside = run(
         3, **{"0.1/one": 2.0, "0.1/two": 2.0, "1/one": 1.0, "1/two": 1.0, "9/one": 3.0}
     )

@@ -131,10 +131,14 @@ def test_text_and_tables_stay_and_colours_stderr_paths_and_other_types_go():
         ),
         ({"one": {"rows": 2}, "two": {"rows": 3}}, [("one", "2"), ("two", "3")]),
         (pd.Series({"loss": 1.5, "rows": 4}), [("loss", "1.5"), ("rows", "4")]),
+        (
+            pd.DataFrame({"tokens": [10309015], "loss": 2.5}, ["code"]),
+            [("code", "10,309,015", "2.5")],
+        ),
         (upcycling.Config(top_k=1), [("top_k", "1"), ("combine", "probability")]),
     ],
 )
-def test_facts_series_and_settings_show_as_tables(facts, cells):
+def test_facts_series_frames_and_settings_show_as_tables(facts, cells):
     lines = lxml.html.fromstring(_shown("text/html", table(facts))).iter("tr")
     texts = {tuple(cell.text_content().strip() for cell in line) for line in lines}
     assert texts >= set(cells)
