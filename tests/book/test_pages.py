@@ -4,16 +4,20 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
+import matplotlib
 import pytest
+from matplotlib.figure import Figure
 
-from moebook.lab import papers
+from moebook.lab import papers, plotting
 from moebook.lab.evidence import findings, verdicts
-from moebook.lab.pages import pages
+from moebook.lab.pages import generated, pages
 from moebook.lab.papers.arithmetic import Finding
 from moebook.lab.records import Run, Value, write_run
 from moebook.lab.records.store import LIVE, Pool
+from moebook.lab.run import freshness
 from moebook.storage import write
 from tests import sentences
 from tests.refusals import refused
@@ -470,3 +474,35 @@ def test_a_sentence_of_a_page_or_a_notebook_has_at_most_35_words():
         texts[path.name] = "\n\n".join(told)
     long = {name: [*sentences.long(text)] for name, text in texts.items()}
     assert {name: told for name, told in long.items() if told} == {}
+
+
+def test_a_page_that_would_say_the_same_is_not_written_again(tmp_path, monkeypatch):
+    made_of = iter(["first", "second"])
+    monkeypatch.setattr(freshness, "digest", lambda *_: next(made_of))
+    told = {"alike": "as before\n", "other": "one\n"}
+    monkeypatch.setattr(generated, "generated", lambda _: told)
+    place = tmp_path / "book" / "_generated"
+
+    def written():
+        generated.write(tmp_path)
+        return {path.stem: path.stat().st_mtime_ns for path in place.glob("*.md")}
+
+    before = written()
+    told["other"] = "two\n"
+    after = written()
+    assert after["alike"] == before["alike"]
+    assert after["other"] != before["other"]
+    assert freshness.is_current(place, "second")
+
+
+def test_a_figure_drawn_twice_is_the_same_file():
+    drawn = set()
+    with matplotlib.rc_context():
+        plotting.style()
+        for _ in range(2):
+            figure = Figure()
+            figure.subplots().plot([0, 1], [0, 1], marker="o")
+            file = BytesIO()
+            figure.savefig(file, format="svg", metadata={"Date": None})
+            drawn.add(file.getvalue())
+    assert len(drawn) == 1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moebook import evaluation, experiments, storage
+from moebook import storage
 from moebook.errors import nearest, refuse
 from moebook.intervals import interval
 from moebook.lab import papers, plotting, records
@@ -323,6 +323,8 @@ def benchmarks(pools: Mapping[str, Pool]) -> pd.DataFrame:
     One line per pool and benchmark, as `moebook.evaluation.summary` has it, with the lead over
     chance in standard errors and the loss; pools that recorded no benchmark are left out.
     """
+    from moebook import evaluation  # with torch: what renders pages does without
+
     tables = dict[str, pd.DataFrame]()
     for name, pool in pools.items():
         items = _benchmark_items(pool.last)
@@ -488,6 +490,8 @@ def choices(pool: Pool, kind: str) -> pd.DataFrame:
 
     The table is that of `experiments.banks.shares`, over seeds, targets and draws.
     """
+    from moebook.experiments import banks  # with torch: what renders pages does without
+
     name = re.compile(rf"banks/{kind}/\w+/\d+/chosen/(\w+)")
     taken: dict[str, list[tuple[float, ...]]] = {}
     for run in pool.runs:
@@ -498,8 +502,8 @@ def choices(pool: Pool, kind: str) -> pd.DataFrame:
     reached: dict[str, float] = {}
     for arm in taken:
         reached[arm] = float(pool.effects(f"banks/{kind}/{arm}/accuracy").mean())
-    members = experiments.banks.members(pool.last.settings)
-    return experiments.banks.shares(taken, reached, members)
+    members = banks.members(pool.last.settings)
+    return banks.shares(taken, reached, members)
 
 
 def of(pools: dict[str, Pool], protocol: str) -> Pool:

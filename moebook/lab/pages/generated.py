@@ -6,6 +6,7 @@ They lie in ``book/_generated`` and are made anew when anything has changed that
 from __future__ import annotations
 
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 
 from moebook import storage
@@ -19,7 +20,10 @@ RENDERER = """
 jupyter_book.sphinx myst_nb.sphinx_ext sphinx_book_theme sphinxcontrib.bibtex sphinx.builders.html
 sphinx_design sphinx_exercise sphinx_proof sphinx_thebe
 """.split()
-
+LATE = (
+    "moebook.evaluation",
+    "moebook.experiments.banks",
+)  # what `findings` imports when called
 
 JUDGED = ("summary", "ledger", "chance")  # pages of the verdicts on all claims
 
@@ -30,7 +34,7 @@ def prepare() -> None:
     Forks of this process, which make findings and pages and render them, find that done, and what
     they import.
     """
-    for name in RENDERER:
+    for name in (*RENDERER, *LATE):
         import_module(name)
     for name in sources.notebooks(Path.cwd()):
         store.pools(name)
@@ -42,8 +46,14 @@ def write(folder: Path) -> None:
     place = folder / "book" / "_generated"
     made_of = freshness.digest(folder, freshness.SHOWN)
     for name, text in generated(folder).items():
-        storage.write(place / f"{name}.md", text)
+        _renew(place / f"{name}.md", text.encode())
     freshness.seal(place, made_of)
+
+
+def _renew(path: Path, content: bytes) -> None:
+    """Write a file unless it says that already: else all that include it are rendered again."""
+    if not path.is_file() or path.read_bytes() != content:
+        storage.write(path, content)
 
 
 def told(folder: Path) -> dict[str, str]:
@@ -90,7 +100,7 @@ def _promises(rows: list[verdicts.Row], folder: Path) -> bool:
     if figure is None:
         return False
     plotting.check(figure, "the promises and what was measured")
-    path = folder / "book" / "_generated" / "promises.svg"
-    with storage.replacing(path) as temporary:
-        figure.savefig(temporary, format="svg", metadata={"Date": None})
+    drawn = BytesIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None})
+    _renew(folder / "book" / "_generated" / "promises.svg", drawn.getvalue())
     return True
