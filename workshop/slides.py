@@ -85,7 +85,9 @@ def _results(cells: list[Any]) -> Iterator[Slide]:
                 caption = figure["figure"]["caption"]
                 alt = figure["image"]["alt"]
                 picture = data(base64.b64decode(png), "png")
-                seen = after["source"].split("\n\n")[0] if after else ""
+                said = after["source"].split("\n\n")[0] if after else ""
+                # A sentence that leads to a table, "In numbers:", leads nowhere here.
+                seen = re.sub(r"[^.?!]*:$", "", said.strip())
                 yield Slide(heading, plain(seen), picture, alt, caption)
 
 
