@@ -70,12 +70,8 @@ def generated(folder: Path) -> dict[str, str]:
     """Return the text of every file in ``book/_generated``, by name; draw the pictures beside."""
     rows = verdicts.ledger(folder)
     places = pages.Places(folder)
-    every = (*papers.PAPERS, *papers.OURS)
-    written = {name: pages.page(name, rows=rows, places=places) for name in JUDGED}
-    for paper in every:
-        of_paper = [row for row in rows if row.claim.paper == paper]
-        written[f"ledger_{paper}"] = pages.page("ledger", rows=of_paper, places=places)
-    return written | {
+    judged = {name: pages.page(name, rows=rows, places=places) for name in JUDGED}
+    return judged | {
         **told(folder),
         "audit": pages.audit(papers.audit()),
         "records": pages.recorded(folder),

@@ -145,15 +145,25 @@ class Run:
     def beside(self, measures: Mapping[str, Measure]) -> pd.DataFrame | str:
         """Put this run's values beside those of the recorded runs on the same base.
 
-        ``measures`` are a line's text to what it shows. Of several studies on that base the one
-        counts that decides most claims about what the line shows, then one that decides any claim,
-        then the one with most seeds. Intervals at 95 % are over seeds and test rows. No part of the
-        run: where no recorded run can be read, it says why instead.
+        ``measures`` are a line's text to what it shows. Of several studies on that base one speaks
+        for all lines that it has (`_recorded`), so that they can be compared; another may have the
+        rest. Intervals at 95 % are over seeds and test rows. No part of the run: where no recorded
+        run can be read, it says why instead.
         """
         import pandas as pd
 
+        named = {
+            text: (measure,) if isinstance(measure, str) else measure
+            for text, measure in measures.items()
+        }
+        base = str(self.settings.get("base", ""))
         try:
-            lines = {text: self._beside(measure) for text, measure in measures.items()}
+            main = _recorded([*named.values()], base)
+            lines = {}
+            for text, names in named.items():
+                has_it = main and main.having(*names)
+                pool = main if has_it else _recorded([names], base)
+                lines[text] = self._beside(names, pool)
         except Refusal as refusal:
             return f"The recorded runs cannot be shown: {refusal.message}"
         return pd.DataFrame.from_dict(lines, orient="index")
@@ -183,9 +193,8 @@ class Run:
 
         return SWITCH.sub(word, text)
 
-    def _beside(self, measure: Measure) -> dict[str, object]:
+    def _beside(self, names: Sequence[str], pool: Pool | None) -> dict[str, object]:
         """Return a line: this run's value, the recorded runs' mean and interval, their seeds."""
-        names = (measure,) if isinstance(measure, str) else measure
         mine = [self.witness.recorded.get(name) for name in names]
         present = [value for value in mine if value]
         line: dict[str, object] = dict.fromkeys(
@@ -195,7 +204,6 @@ class Run:
             first, *rest = present
             number = first.value - sum(value.value for value in rest)
             line["this run"] = _told(number, first.unit, is_difference=bool(rest))
-        pool = _recorded(names, str(self.settings.get("base", "")))
         if pool is None:
             return line
 
@@ -323,22 +331,25 @@ def _told(number: float, unit: str, *, is_difference: bool) -> str:
     return form.format(factor * float(number))
 
 
-def _recorded(names: Sequence[str], base: str) -> Pool | None:
-    """Find the pool on a base that speaks for values of all names; None without one.
+def _recorded(lines: Sequence[Sequence[str]], base: str) -> Pool | None:
+    """Find the pool on a base that speaks for most lines of a table; None without one.
 
-    That is the one that decides most claims about these values: elsewhere an arm of the same name
-    may have learnt other tasks. Then come those that decide other claims, then those of most seeds.
+    A line names the values that it compares. Of pools with as many lines the one counts that
+    decides most claims about their values: elsewhere an arm of the same name may have learnt other
+    tasks. Then come those that decide other claims, then those of most seeds.
     """
-    notebook, _, _ = names[0].partition("/")
+    if not lines:
+        return None
+    notebook, _, _ = lines[0][0].partition("/")
     best: Pool | None = None
-    rank_of_best = (0, False, 0)
+    rank_of_best = (0, 0, False, 0)
     for pool, compared in _pools(notebook, storage.root()):
         if str(pool.runs[0].settings.get("base", "")) != base:
             continue
-        seeds = len(pool.having(*names))
-        about = sum(set(names) <= values for values in compared)
-        rank = (about, bool(compared), seeds)
-        if seeds and rank > rank_of_best:
+        seeds = [len(pool.having(*names)) for names in lines]
+        about = sum(set(names) <= values for names in lines for values in compared)
+        rank = (sum(map(bool, seeds)), about, bool(compared), sum(seeds))
+        if any(seeds) and rank > rank_of_best:
             best = pool
             rank_of_best = rank
     return best

@@ -36,8 +36,12 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-def keep(folder, protocol, seed, sparse, dense, base="nano"):
-    recorded = (Value(LEAD[0], sparse, "share"), Value(LEAD[1], dense, "share"))
+def keep(folder, protocol, seed, sparse, dense, *others, base="nano"):
+    recorded = (
+        Value(LEAD[0], sparse, "share"),
+        Value(LEAD[1], dense, "share"),
+        *others,
+    )
     facts = {"settings": {"tier": "study", "base": base}, "arms": ("dense", "sparse")}
     kept = Run("pesc", protocol, "study", seed, recorded, **facts)
     records.write_run(folder / "results" / "pesc" / protocol / f"{seed}.parquet", kept)
@@ -97,6 +101,26 @@ def test_who_decides_a_claim_of_the_value_comes_before_who_decides_others(projec
         keep(project, "deciding", seed, 0.3, 0.2)
     lines = run.beside({"lead": LEAD, "dense": LEAD[1]})
     assert lines.study.tolist() == ["deciding", "deciding"]
+
+
+def test_one_study_speaks_for_all_lines_that_it_has_and_another_for_the_rest(
+    project, run
+):
+    wide, narrow = (
+        Value(f"pesc/{arm}/accuracy", 0.6, "share") for arm in ("wide", "narrow")
+    )
+    keep(project, "deciding", 0, 0.3, 0.2, narrow)
+    keep(project, "many", 0, 0.9, 0.1, wide)
+    rest = {"wide": wide.name, "narrow": narrow.name}
+    studies = run.beside({"lead": LEAD, "dense": LEAD[1], **rest}).study
+    assert studies.tolist() == ["deciding", "deciding", "many", "deciding"]
+    session._pools.cache_clear()
+    for arm in ("deep", "tall"):  # a study with more of the lines comes first
+        rest[arm] = f"pesc/{arm}/accuracy"
+    more = [Value(name, 0.6, "share") for name in rest.values() if name != narrow.name]
+    keep(project, "many", 0, 0.9, 0.1, *more)
+    studies = run.beside({"lead": LEAD, "dense": LEAD[1], **rest}).study
+    assert studies.tolist() == ["many", "many", "many", "deciding", "many", "many"]
 
 
 def test_without_recorded_runs_on_the_base_a_line_says_so(project, run):
