@@ -111,10 +111,10 @@ def test_the_smallest_effect_that_a_pool_sees_stands_beside_the_papers(folder):
         "ledger", rows=[row, _row("pesc.none")], places=pages.Places(folder)
     )
     assert (
-        f"four in five such studies see {seen}; the paper&#39;s effect is 0.9 points"
+        f"finds a true effect of {seen} four times in five; the paper&#39;s effect is 0.9 points"
         in page
     )
-    assert page.count("four in five") == 1
+    assert page.count("four times in five") == 1
     assert page.count("what it would cost") == 1
 
 
@@ -179,7 +179,7 @@ def test_every_scale_has_a_line_smallest_first_and_folds_what_decides_nothing(fo
         ("135 M", "+20.0 points", "3 seeds"),
     ]
     (live_line,) = re.findall(r"this build \(exploratory\): (.*?)</p>", folded[0])
-    assert "<b>-20.0 points</b>" in live_line
+    assert "<b>−20.0 points</b>" in live_line
     assert "1 seed" in live_line
     assert "this build" not in shown[0]
     assert "exploratory" not in folded[1]

@@ -137,17 +137,11 @@ def _tasks(measured: Measurement) -> Iterator[str]:
         yield f"not so if {kind} weighed alike"
         return
     needed = [task for task in parts if not measured.stands(without=task)]
-    if needed:
-        names = [task.partition("/")[0] for task in needed]
-        yield f"the result rests on {' and on '.join(names)}"
-
-
-def scatter(measured: Measurement) -> str:
-    """Say how the mean compares with the standard deviation between seeds, if they differ."""
-    means = measured.effects.mean(axis=1)
-    spread = means.std(ddof=1) if measured.interval and len(means) > 1 else 0.0
-    over = spread > 1e-9 * abs(measured.effect)
-    return f"mean over spread of seeds {measured.effect / spread:.1f}" if over else ""
+    names = [task.partition("/")[0].replace("_", " ") for task in needed]
+    if len(names) == 1:
+        yield f"the result rests on {names[0]}"
+    elif names:
+        yield f"without any one of {', '.join(names)} the verdict would be another"
 
 
 def power(measured: Measurement) -> str:
@@ -155,9 +149,8 @@ def power(measured: Measurement) -> str:
     claim = measured.claim
     if measured.visible is None:
         return ""
-    said = (
-        f"four in five such studies see {amount(claim, measured.visible).lstrip('+')}"
-    )
+    effect = amount(claim, measured.visible).lstrip("+")
+    said = f"a study of this size finds a true effect of {effect} four times in five"
     if claim.claimed is None or claim.direction not in ("greater", "less"):
         return said
     return (
@@ -331,7 +324,9 @@ def benchmarks(pools: Mapping[str, Pool]) -> pd.DataFrame:
         if len(items):
             scores = evaluation.summary(items, pool.last.settings["base"])
             lead = scores.normalised - scores.chance
-            scores["errors above chance"] = lead / scores.pop("its standard error")
+            scores["standard errors above chance"] = lead / scores.pop(
+                "its standard error"
+            )
             scores["loss"] = items.groupby("asked").nll.mean()
             tables[name] = scores
     if not tables:
@@ -404,6 +399,8 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
         elif ends[0] == value and float(value).is_integer():
             # Whole, and the same in each run, as a count is.
             text.append(f"{value:,.0f}")
+        elif 0 < abs(value) < 0.0005:
+            text.append(f"{value:.0e}")  # which three digits would call none
         else:
             text.append(_said(value))
     wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")

@@ -188,7 +188,6 @@ for thing in (
     findings.intervals,
     findings.notes,
     findings.power,
-    findings.scatter,
 ):
     ENVIRONMENT.globals[thing.__name__] = thing
 ENVIRONMENT.globals.update(

@@ -225,6 +225,8 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
         findings.table(frame.assign(value=12.0, low=12.0, high=12.0)).loss["c"] == "12"
     )
     assert findings.table(frame.assign(value=0.0, low=0.0, high=0.0)).loss["c"] == "0"
+    tiny = dict.fromkeys(("value", "low", "high"), 1.6e-6)
+    assert findings.table(frame.assign(**tiny)).loss["c"] == "2e-06"
     assert findings.arms(TOY, ["d"], names).empty
     told = findings.runs({"nano": TOY})
     assert told.loc["nano", ["seeds", "runs", "arms"]].tolist() == ["0, 1, 4", 3, 2]

@@ -89,7 +89,6 @@ def test_a_study_whose_interval_excludes_zero_says_that_the_direction_holds():
     measured = (best.effect, *best.interval, best.smallest)
     assert measured == pytest.approx((0.02, 0.02 - half, 0.02 + half, half), rel=1e-6)
     assert judged.label == "direction holds"
-    assert findings.scatter(best)[-4:] == " 4.0"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +300,7 @@ def test_the_sign_by_task_stands_beside_a_mean_and_what_is_computed_must_agree_o
         if count > 1:
             said.append(f"{good} of {count} tasks point the claimed way")
         if count == 3:
-            said.append("the result rests on x and on z")
+            said.append("without any one of x, z the verdict would be another")
         assert findings.notes(judged.deciding) == said
         computed = replace(DIRECTION, exact=True)
         assert judge(computed, runs) == (
