@@ -41,6 +41,15 @@ KINDS = {
     "own": True,
 }
 OTHER = {"shared": "own", "own": "shared"}
+WHAT = {
+    "own_choice": "those that Algorithm 1 takes from this bank",
+    "exchanged": "those of the same names that Algorithm 1 took from the other bank",
+    "answers_only": "by Algorithm 1, with the perplexity of the answers alone",
+    "accuracy_alone": "by the accuracy on the shots alone",
+    "forced": "own_choice, with the LoRA that solves most shots in the last one's place",
+    "rotated": "own_choice from the shared bank, each LoRA with other factors of its product",
+}
+"""Arm to the experts that it takes, in one line."""
 DRAWS = 1000  # most draws of the shots; seeds of one run begin at as many times its own
 Cases = Mapping[str, Case]  # what the shots say of each kind's bank
 

@@ -73,6 +73,7 @@ def generated(folder: Path) -> dict[str, str]:
     judged = {name: pages.page(name, rows=rows, places=places) for name in JUDGED}
     return judged | {
         **told(folder),
+        "arms": pages.arms(folder),
         "audit": pages.audit(papers.audit()),
         "records": pages.recorded(folder),
         "designs": pages.designs(folder),

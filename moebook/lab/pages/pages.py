@@ -289,6 +289,15 @@ def recorded(folder: Path) -> str:
     return page("records", pools=pools, planned=planned, folder=folder)
 
 
+def arms(folder: Path) -> str:
+    """Return what each arm of each notebook is, for the glossary."""
+    from moebook.experiments import every  # with torch: what renders pages does without
+
+    notebooks = sources.notebooks(folder)
+    defaults = {name: notebook.defaults for name, notebook in notebooks.items()}
+    return page("arms", every=every.arms(defaults))
+
+
 def taught(folder: Path) -> str:
     """Return what a course can change in each notebook: the heads of its protocols, its pools."""
     every = []
