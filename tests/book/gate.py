@@ -5,6 +5,7 @@ taller than 12,000 px at a width of 1400 or than 20,000 px on a phone (a noteboo
 folded: who reads the code scrolls for it), prints on more than 20 sheets, is larger than 3 MB
 though no notebook, is wider than a phone, throws an error or writes one to the console, or asks
 another host for anything. A long table must show ten rows at once, and a figure fill a phone.
+No number of a table or a drawing is NaN, and no caption stands without its figure.
 Exits with 1 if one fails.
 """
 
@@ -38,6 +39,12 @@ THEME = (
 )
 SIZE = "document.documentElement.%s"
 FOLD = "document.querySelector('.moe-fold')?.click()"
+NOT_A_NUMBER = """[...document.querySelectorAll('td, svg text')].filter(
+  cell => /^[(]?nan\\b/i.test(cell.textContent.trim())
+).length"""
+ALONE = """[...document.querySelectorAll('figure:has(figcaption)')].filter(
+  one => !one.querySelector('img, svg, table')
+).length"""
 # What a figure leaves that no backend made a picture of.
 NO_PICTURE = "document.body.textContent.includes('<Figure size')"
 
@@ -50,6 +57,10 @@ def faults(browser, page):
     browser.open(page.as_uri())
     if browser.run(NO_PICTURE):
         yield "a figure is text, and no picture"
+    if numbers := browser.run(NOT_A_NUMBER):
+        yield f"{numbers} numbers are NaN"
+    if captions := browser.run(ALONE):
+        yield f"{captions} captions stand alone"
     browser.run(FOLD)
     height = browser.run(SIZE % "scrollHeight")
     if height > TALLEST:

@@ -386,6 +386,10 @@ def test_the_gate_finds_every_fault_of_a_wrong_page_alone(site, browser, tmp_pat
     wide = "<p style='width: 500px; height: 13000px'>wide</p><img src='http://127.0.0.1:9/x.png'>"
     wide += "<p><img class='moe-plot' style='width: 90px' src='none.png' alt='x'></p>"
     wide += "<pre>&lt;Figure size 640x480 with 1 Axes&gt;</pre>"
+    wide += (
+        "<table><tr><td>nan</td></tr></table><button aria-label='other'>word</button>"
+    )
+    wide += "<figure><figcaption>alone</figcaption></figure>"
     wrong = tmp_path / "wrong.html"
     wrong.write_text(_page(site, "teaching").replace("</article>", f"{wide}</article>"))
     found = " ".join(gate.faults(browser, wrong))
@@ -397,6 +401,9 @@ def test_the_gate_finds_every_fault_of_a_wrong_page_alone(site, browser, tmp_pat
         "asks for http://127.0.0.1:9",
         "figures do not fill a phone",
         "a figure is text",
+        "1 numbers are NaN",
+        "1 captions stand alone",
+        "label-content-name-mismatch",
     ):
         assert fault in found
 

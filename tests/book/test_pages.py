@@ -316,7 +316,9 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
     assert (
         decided.count('href="ledger.html#esft.') == 6 and "Exploratory" not in decided
     )
-    assert page.partition("PESC: `tuned`\n\n")[2].startswith("Exploratory: no")
+    tuned = page.partition("PESC: tuned</a>")[2].partition("</tr>")[0]
+    assert "exploratory: decides none" in tuned
+    assert "5 seeds" in tuned
     assert (
         "### PESC: `decay`" in page
         and "`pesc/sparse/accuracy less pesc/dense/accuracy`" in page
@@ -326,7 +328,8 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
     assert not re.search(
         r"(?<!paper's )(?<![\d.])\d[\d.]*\s(points|nats|%|minutes)", remarks
     )
-    assert "4 seeds. Found, accuracy, sparse less dense: −4.3 points (" in page
+    assert "accuracy, sparse less dense: −4.3 points (" in page
+    assert "approximation recovered less 0.9: +0.076 (" in page
     assert "on record)" not in page
     assert "Spread on record" not in page  # else one of these heads has no chance
     assert page.count("Primary measure: `") == sum(

@@ -97,16 +97,16 @@ QUANTITIES = {"nll": "loss", "cost/step": "time of a step"}
 
 
 def compared(measure: str) -> str:
-    """Say what a study compares as a reader would, "loss, sparse less dense", else as code."""
+    """Say what a study compares as a reader would: "loss, sparse less dense"."""
     value, _, other = measure.partition(" less ")
     parts = value.split("/")
     others = other.split("/")
-    if len(parts) != len(others):
-        return f"`{measure}`"
+    if len(parts) != len(others):  # a number, such as a bound
+        return f"{' '.join(parts[1:])} less {other}".replace("_", " ")
     pairs = enumerate(zip(parts, others, strict=True))
     differing = [place for place, (one, two) in pairs if one != two]
     if len(differing) != 1:
-        return f"`{measure}`"
+        return measure
     (place,) = differing
     quantity = "/".join(parts[place + 1 :])
     text = f"{QUANTITIES.get(quantity, quantity)}, {parts[place]} less {others[place]}"
