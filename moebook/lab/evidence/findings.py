@@ -44,9 +44,9 @@ SO_FAR = {
     -1: "against the claim so far",
 }
 PROMISES = {
-    "pesc.sparse-beats-dense": "PESC: sparse over dense",
-    "router_init.trsu-beats-dense": "router start: TRSU over dense",
-    "rocket.beats-source-best-sft": "Rocket: mixture over one LoRA",
+    "pesc.sparse-beats-dense": "PESC: adapters over the dense model",
+    "router_init.trsu-beats-dense": "routers from tasks over fine-tuning",
+    "rocket.beats-source-best-sft": "Rocket: mixture over the best LoRA",
     "esft.gate-beats-attention-lora": "ESFT: experts over LoRA on attention",
 }
 """The gain in accuracy that each paper is about, and what it is called in a figure."""
