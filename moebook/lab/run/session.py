@@ -145,10 +145,10 @@ class Run:
     def beside(self, measures: Mapping[str, Measure]) -> pd.DataFrame | str:
         """Put this run's values beside those of the recorded runs on the same base.
 
-        ``measures`` are a line's text to what it shows. Of several studies on that base one speaks
-        for all lines that it has (`_recorded`), so that they can be compared; another may have the
-        rest. Intervals at 95 % are over seeds and test rows. No part of the run: where no recorded
-        run can be read, it says why instead.
+        ``measures`` are a line's text to what it shows. Of several studies on that base the one
+        that decides a difference stands beside it (`_recorded`). Lines of one value invite to
+        compare them: one study speaks for all that it has. Intervals at 95 % are over seeds and
+        test rows. No part of the run: where no recorded run can be read, it says why instead.
         """
         import pandas as pd
 
@@ -158,11 +158,11 @@ class Run:
         }
         base = str(self.settings.get("base", ""))
         try:
-            main = _recorded([*named.values()], base)
+            levels = _recorded([n for n in named.values() if len(n) == 1], base)
             lines = {}
             for text, names in named.items():
-                has_it = main and main.having(*names)
-                pool = main if has_it else _recorded([names], base)
+                alone = len(names) == 1 and levels and levels.having(*names)
+                pool = levels if alone else _recorded([names], base)
                 lines[text] = self._beside(names, pool)
         except Refusal as refusal:
             return f"The recorded runs cannot be shown: {refusal.message}"
@@ -332,23 +332,23 @@ def _told(number: float, unit: str, *, is_difference: bool) -> str:
 
 
 def _recorded(lines: Sequence[Sequence[str]], base: str) -> Pool | None:
-    """Find the pool on a base that speaks for most lines of a table; None without one.
+    """Find the pool on a base that speaks for lines of a table; None without one.
 
-    A line names the values that it compares. Of pools with as many lines the one counts that
-    decides most claims about their values: elsewhere an arm of the same name may have learnt other
-    tasks. Then come those that decide other claims, then those of most seeds.
+    A line names the values that it compares. The pool counts that decides most claims about their
+    values: elsewhere an arm of the same name may have learnt other tasks. Then come those that
+    decide other claims, then those that have more of the lines, then those of most seeds.
     """
     if not lines:
         return None
     notebook, _, _ = lines[0][0].partition("/")
     best: Pool | None = None
-    rank_of_best = (0, 0, False, 0)
+    rank_of_best = (0, False, 0, 0)
     for pool, compared in _pools(notebook, storage.root()):
         if str(pool.runs[0].settings.get("base", "")) != base:
             continue
         seeds = [len(pool.having(*names)) for names in lines]
         about = sum(set(names) <= values for names in lines for values in compared)
-        rank = (sum(map(bool, seeds)), about, bool(compared), sum(seeds))
+        rank = (about, bool(compared), sum(map(bool, seeds)), sum(seeds))
         if any(seeds) and rank > rank_of_best:
             best = pool
             rank_of_best = rank

@@ -103,24 +103,19 @@ def test_who_decides_a_claim_of_the_value_comes_before_who_decides_others(projec
     assert lines.study.tolist() == ["deciding", "deciding"]
 
 
-def test_one_study_speaks_for_all_lines_that_it_has_and_another_for_the_rest(
-    project, run
-):
-    wide, narrow = (
-        Value(f"pesc/{arm}/accuracy", 0.6, "share") for arm in ("wide", "narrow")
-    )
-    keep(project, "deciding", 0, 0.3, 0.2, narrow)
-    keep(project, "many", 0, 0.9, 0.1, wide)
-    rest = {"wide": wide.name, "narrow": narrow.name}
-    studies = run.beside({"lead": LEAD, "dense": LEAD[1], **rest}).study
-    assert studies.tolist() == ["deciding", "deciding", "many", "deciding"]
+def test_one_study_speaks_for_all_lines_of_one_value_that_it_has(project, run):
+    tall, wide = (Value(f"pesc/{a}/accuracy", 0.6, "share") for a in ("tall", "wide"))
+    storage.write(project / "notebooks" / "01_pesc.more.yaml", "tier: study\n")
+    for seed in range(3):  # more seeds, and fewer of the lines
+        keep(project, "many", seed, 0.9, 0.1, wide)
+    keep(project, "more", 0, 0.8, 0.1, tall, wide)
+    levels = {"sparse": LEAD[0], "tall": tall.name, "wide": wide.name}
+    table = run.beside({"lead": LEAD, **levels})
+    assert table.study.tolist() == ["many", "more", "more", "more"]
     session._pools.cache_clear()
-    for arm in ("deep", "tall"):  # a study with more of the lines comes first
-        rest[arm] = f"pesc/{arm}/accuracy"
-    more = [Value(name, 0.6, "share") for name in rest.values() if name != narrow.name]
-    keep(project, "many", 0, 0.9, 0.1, *more)
-    studies = run.beside({"lead": LEAD, "dense": LEAD[1], **rest}).study
-    assert studies.tolist() == ["many", "many", "many", "deciding", "many", "many"]
+    keep(project, "deciding", 0, 0.3, 0.2, tall)
+    table = run.beside({"lead": LEAD, **levels})
+    assert table.study.tolist() == ["deciding", "deciding", "deciding", "many"]
 
 
 def test_without_recorded_runs_on_the_base_a_line_says_so(project, run):
