@@ -40,7 +40,7 @@ def test_the_page_for_teachers_gives_the_minutes_of_each_exercise(page):
     minutes = {
         task.title: NOTES[task.label]["minutes"] for task in editions.exercises(page)[1]
     }
-    each = " · ".join(f"{title} {length}" for title, length in minutes.items())
+    each = "; ".join(f"{title} {length}" for title, length in minutes.items())
     told = f"]({page.name}) | {each} | {sum(minutes.values())} |"
     assert told in (editions.BOOK / "teaching.md").read_text("utf-8")
 

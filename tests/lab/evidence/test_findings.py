@@ -137,7 +137,9 @@ def test_promises_are_drawn_for_what_ran_and_open_where_nothing_is_decided():
     figure = findings.promises([decided(CLAIM, pool(*HOLDS)), row(BOUND, [])])
     (axes,) = figure.axes
     labels = [text.get_text() for text in axes.get_yticklabels()]
-    assert labels == [findings.PROMISES[CLAIM.id]]
+    assert [" ".join(label.split()) for label in labels] == [
+        findings.PROMISES[CLAIM.id]
+    ]
     assert axes.lines[1].get_markerfacecolor() != "white"
     assert figure.get_suptitle() == "1 of 1 promised gains is clear at 1 M"
     open_one = findings.promises([decided(CLAIM, pool(*OPEN))])
