@@ -5,35 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moebook.experiments import (
-    banks,
-    budgets,
-    contest,
-    esft,
-    pesc,
-    rivals,
-    rocket,
-    router_init,
-    specialists,
-    targets,
-    together,
-)
+from moebook import experiments
 
 
 def arms(defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
     """Return what each arm is, by notebook, of which ``defaults`` are the parameters."""
-    of_rocket = defaults["rocket"]
-    mixtures = rocket.arms(rocket.main(of_rocket), strict=of_rocket["strict"])
+    rocket = defaults["rocket"]
+    mixtures = experiments.rocket.arms(
+        experiments.rocket.main(rocket), strict=rocket["strict"]
+    )
+    rivals = experiments.rivals.known(defaults["rivals"])
+    specialists = experiments.esft.known(defaults["esft"])
     combined = [
-        *together.arms(sparse=False),
-        *together.arms(sparse=True),
+        *experiments.together.arms(sparse=False),
+        *experiments.together.arms(sparse=True),
     ]
+    start = experiments.router_init.ARMS
     return {
-        "pesc": {name: arm.what for name, arm in pesc.ARMS.items()},
-        "router_init": {name: arm.what for name, arm in router_init.ARMS.items()},
-        "rocket": targets.what(mixtures),
-        "banks": dict(banks.WHAT),
-        "rivals": contest.what(rivals.known(defaults["rivals"])),
-        "esft": specialists.what(esft.known(defaults["esft"])),
-        "together": {name: budgets.WHAT[name] for name in combined},
+        "pesc": {name: arm.what for name, arm in experiments.pesc.ARMS.items()},
+        "router_init": {name: arm.what for name, arm in start.items()},
+        "rocket": experiments.targets.what(mixtures),
+        "banks": dict(experiments.banks.WHAT),
+        "rivals": experiments.contest.what(rivals),
+        "esft": experiments.specialists.what(specialists),
+        "together": {name: experiments.budgets.WHAT[name] for name in combined},
     }

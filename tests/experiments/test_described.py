@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moebook import lists
-from moebook.experiments import described, every
+from moebook.experiments import banks, described, every
 from moebook.lab.run import sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,10 +24,13 @@ def test_every_arm_says_what_it_is_and_no_two_say_the_same(notebook):
 @pytest.mark.parametrize(
     "name", [n for n in NOTEBOOKS if "arms" in NOTEBOOKS[n].defaults]
 )
-def test_every_notebook_with_arms_tells_what_they_are(name):
-    assert {*lists.listed("arms", NOTEBOOKS[name].defaults["arms"], ARMS[name])} <= {
-        *ARMS[name]
-    }
+def test_the_arms_that_a_notebook_runs_by_itself_are_told(name):
+    asked = NOTEBOOKS[name].defaults["arms"]
+    assert lists.arms(asked, ARMS[name])  # refuses a name that is not among them
+
+
+def test_every_choice_of_banks_is_told():
+    assert set(ARMS["banks"]) == set(banks.CHOICES)
 
 
 def test_the_table_marks_the_arms_of_a_run():

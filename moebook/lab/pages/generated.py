@@ -20,10 +20,8 @@ RENDERER = """
 jupyter_book.sphinx myst_nb.sphinx_ext sphinx_book_theme sphinxcontrib.bibtex sphinx.builders.html
 sphinx_design sphinx_exercise sphinx_proof sphinx_thebe
 """.split()
-LATE = (
-    "moebook.evaluation",
-    "moebook.experiments.banks",
-)  # what `findings` imports when called
+# Imported where pages are made: with torch, which those who render them do without.
+LATE = ("moebook.evaluation", "moebook.experiments.every")
 
 JUDGED = ("summary", "ledger", "chance")  # pages of the verdicts on all claims
 
