@@ -73,8 +73,8 @@ def _finding(path: Path, faults: list[str], folder: Path) -> Finding:
             failures = tuple(_against_copy(path.with_suffix(".ipynb"), run))
             since = records.since(run, folder)
             return Finding(place, failures, f"values and page agree; {since}")
-        if path.parent.name == "banks":
-            # With torch, which nothing else here needs.
+        if path.parent.name == "banks" and any(part.is_dir() for part in own(path)):
+            # LoRAs, a folder each, beside the notebook's pools. With torch, which they alone need.
             from moebook.models import checkpoint
 
             seals = [checkpoint.verify(lora) for lora in own(path)]

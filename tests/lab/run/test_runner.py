@@ -27,6 +27,7 @@ from moebook.lab.run.verifying import verify
 from moebook.training import fit
 from tests.refusals import refused
 
+ROOT = Path(__file__).resolve().parents[3]
 OURS = {"top_k": 4, "arms": "left"}
 
 
@@ -433,6 +434,16 @@ def book(ran, project, tmp_path):
         )
         study.add(made, folder)
     return folder
+
+
+def test_banks_of_loras_and_pools_of_the_notebook_on_banks_lie_side_by_side():
+    told = [str(finding) for finding in verify("banks", ROOT)]
+    assert [line.partition(": ")[0] for line in told] == [
+        "ok    results/banks/nano",
+        "ok    results/banks/own_starts",
+    ]
+    assert "seeds 300" in told[0]
+    assert told[1].endswith("the seals of 12 LoRAs agree")
 
 
 def test_verify_agrees_with_what_was_just_run(book):
