@@ -36,7 +36,7 @@ import numpy as np
 from moebook import lists
 from moebook.errors import nearest, refuse
 from moebook.intervals import interval, place
-from moebook.lab.evidence.verdicts import Row, quantity
+from moebook.lab.evidence.verdicts import Row, minus, quantity
 from moebook.lab.records import store
 from moebook.lab.records.store import Pool
 from moebook.lab.run import sources
@@ -91,10 +91,10 @@ class Effect:
         if self.unit == "bytes":
             return f"{number / 1e6:.2g} MB"
         if self.unit in ("share", "percent_points", "count"):
-            return _minus(quantity(number, self.unit, compared=compared))
+            return quantity(number, self.unit, compared=compared)
         digits = f"{number:{'+' * compared}#.2g}".removesuffix(".")
         name = "" if self.unit in ("ratio", "number", "correlation") else self.unit
-        return _minus(f"{digits} {name}".strip())
+        return minus(f"{digits} {name}".strip())
 
     def __str__(self) -> str:
         """Write the number and, in brackets, its interval."""
@@ -274,11 +274,6 @@ def reference(text: str) -> store.Reference:
     if " and " in text:
         return tuple(text.split(" and "))
     return text if "/" in text else float(text)
-
-
-def _minus(text: str) -> str:
-    """Write the minus of a number as a reader knows it."""
-    return re.sub(r"(?<![\w.])-(?=\d)", "−", text)
 
 
 def pages(folder: Path, rows: Sequence[Row]) -> dict[str, str]:

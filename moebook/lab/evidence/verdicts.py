@@ -476,10 +476,18 @@ def quantity(number: float, unit: str, *, compared: bool) -> str:
     """Format a number of a unit: shares as points or per cent, counts with commas."""
     sign = "+" * compared
     if unit == "share":
-        return f"{100 * number:{sign}.1f} {'points' if compared else '%'}"
-    if unit == "percent_points":
-        return f"{number:+.1f} points"
-    if unit == "count":
-        return f"{number:{sign},.0f}"
-    bare = unit in ("ratio", "number", "correlation")
-    return f"{number:{sign}.3g}" if bare else f"{number:{sign}.3g} {unit}"
+        text = f"{100 * number:{sign}.1f} {'points' if compared else '%'}"
+    elif unit == "percent_points":
+        text = f"{number:+.1f} points"
+    elif unit == "count":
+        text = f"{number:{sign},.0f}"
+    elif unit in ("ratio", "number", "correlation"):
+        text = f"{number:{sign}.3g}"
+    else:
+        text = f"{number:{sign}.3g} {unit}"
+    return minus(text)
+
+
+def minus(text: str) -> str:
+    """Write the minus of a number as a reader knows it."""
+    return text.replace("-", "−")

@@ -14,6 +14,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,11 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from moebook import storage
 from moebook.errors import refuse
 from moebook.intervals import interval
+from moebook.lab.records.runs import TIERS
+from moebook.lab.records.store import BASES
 
 COLOURS: tuple[str, ...] = (
     "#0072B2",  # blue
@@ -532,9 +536,9 @@ def check(figure: Figure, name: str) -> None:
 
 
 def faults(figure: Figure) -> Iterator[str]:
-    """Say what cannot be read: NaN, text over text, a series without a point, a code's name.
+    """Say what cannot be read: NaN, text over text, a series without a point.
 
-    And a legend of more coloured series than one keeps in mind.
+    And a legend with a name of the code or of a study, or with more colours than one keeps in mind.
     """
     figure.draw_without_rendering()
     unseen = {id(label) for axes in figure.axes for label in _beyond(axes)}
@@ -565,8 +569,20 @@ def faults(figure: Figure) -> Iterator[str]:
             more = f"{coloured} coloured series; expected at most {COLOURED}"
             yield f"the legend has {more}: make the others grey, or draw a line for each"
         for text in key.get_texts():
-            if re.search(r"\w[_/]\w", text.get_text()):
-                yield f"the legend says '{text.get_text()}'; give it a reader's name"
+            # Without what a chart puts behind it: "(5 seeds: mean, range)".
+            name = re.split(r"\s+\(", text.get_text())[0]
+            if name in _studies() or re.search(r"\w[_/]\w", name):
+                yield f"the legend says '{name}'; give it a reader's name"
+
+
+@cache
+def _studies() -> frozenset[str]:
+    """Name the studies: the protocols that are called neither as a tier nor as a base."""
+    notebooks = storage.part(storage.files.PACKAGE.parent, "notebooks")
+    protocols = {
+        path.suffixes[0].removeprefix(".") for path in notebooks.glob("*.yaml")
+    }
+    return frozenset(protocols - {*TIERS, *BASES})
 
 
 def _is_coloured(handle: Artist | None) -> bool:

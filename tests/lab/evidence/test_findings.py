@@ -68,8 +68,8 @@ COMPUTED = row(EXACT, [pool(7.5e9, claim=EXACT)])
 
 SENTENCES = """\
 **Holds** at 1 M: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
-**Fails** at 1 M: -2.0 points (95 % from -3.2 to -0.8 points; 3 seeds).
-**Too small to see** at 1 M: +0.3 points (95 % from -4.8 to +5.5 points; 3 seeds); \
+**Fails** at 1 M: −2.0 points (95 % from −3.2 to −0.8 points; 3 seeds).
+**Too small to see** at 1 M: +0.3 points (95 % from −4.8 to +5.5 points; 3 seeds); \
 these runs could have seen 5.2 points or more.
 **Cannot tell** at 1 M: +10.0 points, one value; as claimed so far.
 **Cannot tell** at 1 M: +10.0 points (95 % from +10.0 to +10.0 points; 2 seeds); \
@@ -98,7 +98,7 @@ def test_a_sentence_tells_the_claim_the_verdict_and_the_numbers_it_rests_on():
         assert findings.said(judged) == told
     two = row(CLAIM, [pool(*HOLDS), pool(*OPEN, protocol="smollm2")], ["nano"])
     assert findings.said(two).endswith(
-        "3 seeds). **Exploratory only** at 135 M: +0.3 points (95 % from -4.8 to +5.5 points; "
+        "3 seeds). **Exploratory only** at 135 M: +0.3 points (95 % from −4.8 to +5.5 points; "
         "3 seeds); these runs could have seen 5.2 points or more."
     )
 

@@ -368,8 +368,8 @@ def test_an_exact_value_needs_no_seeds_and_effects_are_written_in_the_claims_uni
     assert judge(NUMBER, size("cpu", 6.9e9)) == "direction fails"
     assert amount(DIRECTION, 0.021) == "+2.1 points"
     assert amount(replace(DIRECTION, reference=None), 0.421) == "42.1 %"
-    assert amount(replace(DIRECTION, unit="percent_points"), -1.5) == "-1.5 points"
-    assert amount(replace(DIRECTION, unit="nats"), -0.0321) == "-0.0321 nats"
+    assert amount(replace(DIRECTION, unit="percent_points"), -1.5) == "−1.5 points"
+    assert amount(replace(DIRECTION, unit="nats"), -0.0321) == "−0.0321 nats"
     assert amount(NUMBER, 7.8e9) == "7,800,000,000"
 
 

@@ -453,6 +453,10 @@ def named_as_in_code(axes):
     axes.figure.legend(axes.lines, ["pesc/real_chat"])
 
 
+def named_as_a_study(axes):
+    axes.figure.legend(axes.lines, ["higher\n(5 seeds: mean, range)"])
+
+
 def with_a_fourth_colour(axes):
     lines = [axes.plot([0, 1], color=colour)[0] for colour in (*COLOURS[:4], INK)]
     axes.figure.legend(lines, list("abcde"))
@@ -467,6 +471,7 @@ def with_a_fourth_colour(axes):
         (titles_that_meet, "'the title of a panel' lies over|lies over 'the title"),
         (without_points, "a series has no point"),
         (named_as_in_code, "the legend says 'pesc/real_chat'"),
+        (named_as_a_study, "the legend says 'higher'"),
     ],
 )
 def test_what_cannot_be_read_in_a_figure_is_warned_of_and_refused_in_the_book(

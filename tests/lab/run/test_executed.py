@@ -392,7 +392,7 @@ def test_the_readers_run_stands_beside_book_and_paper_with_their_differences(pro
         "  book   exploratory only at 1 M: +5.0 points (95 %"
     )
     assert lines[place + 3].startswith(
-        "  yours  -2.0 points, one value; against the claim so far"
+        "  yours  −2.0 points, one value; against the claim so far"
     )
     head = "# Decides: pesc.sparse-beats-dense\ntier: study\nsteps: 600\n"
     storage.write(project / "notebooks" / "01_pesc.nano.yaml", head)
