@@ -437,7 +437,8 @@ def book(ran, project, tmp_path):
 
 
 def test_banks_of_loras_and_pools_of_the_notebook_on_banks_lie_side_by_side():
-    told = [str(finding) for finding in verify("banks", ROOT)]
+    lines = [str(finding) for finding in verify("banks", ROOT)]
+    told = [line for line in lines if "book/notebooks" not in line]
     assert [line.partition(": ")[0] for line in told] == [
         "ok    results/banks/nano",
         "ok    results/banks/own_starts",
