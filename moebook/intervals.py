@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, stats
+from scipy import optimize, special
 
 CONFIDENCE = 0.95
 POWER = 0.8  # of studies that are to show an effect
@@ -48,7 +49,7 @@ def place(effects: np.ndarray) -> int:
 def another(values: Sequence[float]) -> tuple[float, float]:
     """Where one more of these values, ``[S]``, would lie in 95 % of cases if normal."""
     count = len(values)
-    quantile = stats.t.isf((1 - CONFIDENCE) / 2, count - 1)
+    quantile = _student(count - 1, (1 - CONFIDENCE) / 2)
     # The mean errs too: one more value has its own variance and that of the mean.
     half = quantile * (np.std(values, ddof=1) * math.sqrt(1 + 1 / count))
     mean = np.mean(values)
@@ -57,13 +58,18 @@ def another(values: Sequence[float]) -> tuple[float, float]:
 
 def half_width(effects: np.ndarray, chance: float) -> float:
     """Half the length of the interval of a mean of `[S, I]` that misses by `chance`."""
+    return float(combined(*_spreads(effects), chance))
+
+
+def _spreads(effects: np.ndarray) -> tuple[list[float], list[int]]:
+    """The variances of the means over seeds and over items, and how many means there are."""
     variances = []
     counts = []
     for means in (effects.mean(axis=1), effects.mean(axis=0)):
         if len(means) > 1:  # a single seed or item does not show how these differ
             variances.append(float(means.var(ddof=1)))
             counts.append(len(means))
-    return float(combined(variances, counts, chance))
+    return variances, counts
 
 
 def combined(
@@ -75,22 +81,28 @@ def combined(
     """
     squared: Any = 0.0
     for variance, count in zip(variances, counts, strict=True):
-        quantile = stats.t.isf(chance / 2, count - 1)
+        quantile = _student(count - 1, chance / 2)
         squared = squared + quantile**2 * np.asarray(variance) / count
     return np.sqrt(squared)
+
+
+def _student(degrees: int, chance: float) -> float:
+    """What Student's t of so many degrees exceeds with a chance."""
+    return -float(special.stdtrit(degrees, chance))
 
 
 def p_value(effects: np.ndarray) -> float:
     """Two-sided p of a mean of zero: 1 less the confidence that just excludes zero."""
     distance = abs(float(effects.mean()))
-    if half_width(effects, 0.5) == 0:  # nothing differs
+    spreads = _spreads(effects)
+    if combined(*spreads, 0.5) == 0:  # nothing differs
         return float(distance == 0)
-    if half_width(effects, 1 - 1e-9) >= distance:
+    if combined(*spreads, 1 - 1e-9) >= distance:
         return 1.0
 
     def gap(log_p: float) -> float:
         """By how much an interval that misses by p reaches beyond zero."""
-        return half_width(effects, math.exp(log_p)) - distance
+        return float(combined(*spreads, math.exp(log_p))) - distance
 
     # On a log scale, since the p-value of many items is as small as may be.
     lowest = math.log(SMALLEST_P)
@@ -139,12 +151,19 @@ def _needed(effects: np.ndarray, seeds: int, items: int = 0) -> np.ndarray:
     of_mean = sum(v / n for v, n in zip(variances, sizes, strict=True))
     of_mean -= noise / (seeds * items)  # which both of them count
 
-    draw = np.random.default_rng(0)
-    errors = math.sqrt(of_mean) * draw.normal(size=DRAWS)
+    errors, ratios = _draws(*sizes)
     drawn = [
-        variance * draw.chisquare(size - 1, DRAWS) / (size - 1)
-        for variance, size in zip(variances, sizes, strict=True)
+        variance * ratio for variance, ratio in zip(variances, ratios, strict=True)
     ]
     half_widths: np.ndarray = combined(drawn, sizes, 1 - CONFIDENCE)
     # It is shown where effect and error exceed the half width.
-    return half_widths - errors
+    return half_widths - math.sqrt(of_mean) * errors
+
+
+@cache
+def _draws(*sizes: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Draw errors of a mean, in its deviations, and variances of samples over the true ones."""
+    draw = np.random.default_rng(0)
+    errors = draw.normal(size=DRAWS)
+    ratios = [draw.chisquare(size - 1, DRAWS) / (size - 1) for size in sizes]
+    return errors, ratios

@@ -299,10 +299,10 @@ def foreign(name: str) -> bool:
 
 
 def code_digest(path: Path) -> str:
-    """Hash what a module does, or the bytes of another file."""
+    """Hash what a module or a notebook does, or the bytes of another file."""
     if path.suffix == ".py":
         return _code(path.read_text(encoding="utf-8"))
-    return str(digest(path))
+    return str(source(path) if path.suffix == ".ipynb" else digest(path))
 
 
 def code(folder: Path, by: Callable[[Path], str | None] = code_digest) -> str:

@@ -102,7 +102,7 @@ def test_the_run_on_a_page_moves_nothing_that_is_told(pools, monkeypatch):
         return pools(name) | (on_page if shown and name == "router_init" else {})
 
     monkeypatch.setattr(verdicts.store, "pools", with_the_page)
-    front = generated.told(ROOT)["found_front"]
+    front = generated.committed(ROOT, "with a page")["found_front"]
     assert readme.linked(front) in (ROOT / "README.md").read_text("utf-8")
 
 

@@ -5,11 +5,14 @@ They lie in ``book/_generated`` and are made anew when anything has changed that
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 
 from moebook import storage
+from moebook.errors import Refusal
 from moebook.lab import papers, plotting
 from moebook.lab.evidence import findings, prose, verdicts
 from moebook.lab.pages import moving, pages, plans
@@ -27,16 +30,19 @@ JUDGED = ("summary", "ledger", "chance")  # pages of the verdicts on all claims
 
 
 def prepare() -> None:
-    """Read all runs of the project in the working directory, and hash all code that is loaded.
+    """Read all runs of the project in the working directory, and make the pages of committed ones.
 
-    Forks of this process, which make findings and pages and render them, find that done, and what
-    they import.
+    Forks of this process, which make findings and pages and render them, find that done, the code
+    that is loaded hashed, and what they import.
     """
+    folder = Path.cwd()
     for name in (*RENDERER, *LATE):
         import_module(name)
-    for name in sources.notebooks(Path.cwd()):
+    for name in sources.notebooks(folder):
         store.pools(name)
     storage.files.loaded()
+    with suppress(Refusal):  # whoever writes the pages is told
+        committed(folder, freshness.digest(folder, freshness.COMMITTED))
 
 
 def write(folder: Path) -> None:
@@ -54,26 +60,27 @@ def _renew(path: Path, content: bytes) -> None:
         storage.write(path, content)
 
 
-def told(folder: Path) -> dict[str, str]:
-    """Return what was found, in prose and in the front page's figure, by committed runs alone.
-
-    A run that a page shows may be the only one at its scale, and differs from build to build.
-    """
-    rows = verdicts.ledger(folder, live=False)
-    drawn = _promises(rows, folder)
-    return prose.pages(folder, rows) | {"promises": pages.page("promises", drawn=drawn)}
-
-
 def generated(folder: Path) -> dict[str, str]:
-    """Return the text of every file in ``book/_generated``, by name; draw the pictures beside."""
+    """Return the text of every file in ``book/_generated``, by name; draw the picture beside."""
+    made_of = freshness.digest(folder, freshness.COMMITTED)
     rows = verdicts.ledger(folder)
     places = pages.Places(folder)
     judged = {name: pages.page(name, rows=rows, places=places) for name in JUDGED}
     return judged | {
-        **told(folder),
+        **committed(folder, made_of),
+        "promises": pages.page("promises", drawn=_promises(folder, made_of)),
+        "records": pages.recorded(folder),
+        "experts": moving.experts(folder),
+        "selection": moving.selection(folder),
+    }
+
+
+@cache
+def committed(folder: Path, made_of: str) -> dict[str, str]:
+    """Return the pages that show no run of this build; what they are ``made_of`` is hashed."""
+    return prose.pages(folder, _rows(folder, made_of)) | {
         "arms": pages.arms(folder),
         "audit": pages.audit(papers.audit()),
-        "records": pages.recorded(folder),
         "designs": pages.designs(folder),
         "withdrawn": pages.withdrawn(folder),
         "repeated": pages.repeated(folder),
@@ -81,17 +88,24 @@ def generated(folder: Path) -> dict[str, str]:
         "tested": pages.tested(folder),
         "times": pages.times(folder),
         "sizes": moving.sizes(),
-        "experts": moving.experts(folder),
-        "selection": moving.selection(folder),
         "accelerated": pages.accelerated(folder),
         "plan": plans.shown(folder),
     }
 
 
-def _promises(rows: list[verdicts.Row], folder: Path) -> bool:
+@cache
+def _rows(folder: Path, made_of: str) -> list[verdicts.Row]:
+    """Judge all claims by committed runs alone, as prose and the front page's figure do.
+
+    A run that a page shows may be the only one at its scale, and differs from build to build.
+    """
+    return verdicts.ledger(folder, live=False)
+
+
+def _promises(folder: Path, made_of: str) -> bool:
     """Draw the papers' main gains beside ours; False if none ran."""
     plotting.style()
-    figure = findings.promises(rows)
+    figure = findings.promises(_rows(folder, made_of))
     if figure is None:
         return False
     plotting.check(figure, "the promises and what was measured")

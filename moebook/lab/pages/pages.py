@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,6 @@ for thing in (
     labels_by_scale,
     scales_of,
     seeds,
-    since,
     span,
     surviving,
     verdicts.chance,
@@ -250,9 +249,7 @@ class Places:
 
     def code(self, claim: Claim) -> str:
         """Return the address of the line that defines a claim's function."""
-        function = inspect.unwrap(pkgutil.resolve_name(claim.function))
-        path = Path(inspect.getfile(function)).relative_to(storage.files.PACKAGE.parent)
-        return f"{self._repository}/{path}#L{inspect.getsourcelines(function)[1]}"
+        return f"{self._repository}/{_defined(claim.function)}"
 
     @cached_property
     def _repository(self) -> str:
@@ -260,6 +257,14 @@ class Places:
             return (
                 f"{config['repository']['url']}/blob/{config['repository']['branch']}"
             )
+
+
+@cache
+def _defined(name: str) -> str:
+    """Return the file and line that define a function: ``moebook/nn/lora.py#L30``."""
+    function = inspect.unwrap(pkgutil.resolve_name(name))
+    path = Path(inspect.getfile(function)).relative_to(storage.files.PACKAGE.parent)
+    return f"{path}#L{inspect.getsourcelines(function)[1]}"
 
 
 def audit(every: Sequence[Finding]) -> str:
@@ -286,7 +291,8 @@ def recorded(folder: Path) -> str:
         for name, notebook in sources.notebooks(folder).items()
         for protocol in heads.planned(notebook)
     }
-    return page("records", pools=pools, planned=planned, folder=folder)
+    told = partial(since, folder=folder, hashed=cache(storage.files.code_digest))
+    return page("records", pools=pools, planned=planned, since=told)
 
 
 def arms(folder: Path) -> str:

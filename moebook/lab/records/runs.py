@@ -12,7 +12,7 @@ import functools
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field, fields, replace
 from datetime import date
@@ -68,6 +68,7 @@ COMPRESSED: dict[str, Any] = {
     "write_statistics": False,  # which no digest covers
 }
 
+Hash = Callable[[Path], str]  # of what a file does, as `files.code_digest`
 _WORD = r"[A-Za-z0-9][A-Za-z0-9_.=+-]*"
 # Such as pesc/sparse/accuracy.
 Name = Annotated[str, Field(pattern=rf"^{_WORD}(/{_WORD})*$")]
@@ -331,14 +332,19 @@ def _digest(run: Run) -> str:
     return files.text_digest(text)
 
 
-def changed(run: Run, folder: Path | None = None) -> tuple[str, ...]:
-    """Name what differs now from what a run ran: ``notebook``, ``lock``, and modules by name."""
+def changed(
+    run: Run, folder: Path | None = None, hashed: Hash = files.code_digest
+) -> tuple[str, ...]:
+    """Name what differs now from what a run ran: ``notebook``, ``lock``, and modules by name.
+
+    Who asks for many runs caches ``hashed``: they share most of the files.
+    """
     if folder is None:
         folder = files.root()
     place = files.part(folder, "notebooks")
     notebooks = sorted(place.glob(f"[0-9][0-9]_{run.notebook}.ipynb"))
     now = {
-        "notebook": files.source(notebooks[0]) if notebooks else None,
+        "notebook": hashed(notebooks[0]) if notebooks else None,
         "lock": files.digest(files.part(folder, "requirements.lock")),
     }
     parts = [part for part in now if part in run.code and run.code[part] != now[part]]
@@ -347,7 +353,7 @@ def changed(run: Run, folder: Path | None = None) -> tuple[str, ...]:
         for name, digest in modules.items():
             today, wanted = _after_the_move(name, digest)
             file = files.PACKAGE / today
-            if not file.is_file() or files.code_digest(file) != wanted:
+            if not file.is_file() or hashed(file) != wanted:
                 module = today.removesuffix(".py").removesuffix("/__init__")
                 parts.append(module.replace("/", "."))
     return tuple(parts)
@@ -378,9 +384,11 @@ def _lines(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def since(run: Run, folder: Path | None = None) -> str:
+def since(
+    run: Run, folder: Path | None = None, hashed: Hash = files.code_digest
+) -> str:
     """Say of which day a run is and what has changed since, the first names only."""
-    parts = changed(run, folder)
+    parts = changed(run, folder, hashed)
     if not parts:
         return f"of {day(run)}; code unchanged"
     names = ", ".join(parts[:NAMES_SHOWN])

@@ -17,8 +17,10 @@ from moebook.lab import records
 
 EVIDENCE = ("moebook", "notebooks", "results", "requirements.lock")
 """What findings are made of: the code, protocols and their heads, runs and other records."""
-SHOWN = (*EVIDENCE, "book/notebooks", "book/found", "recipes", "_config.yml")
-"""What generated pages are made of: the runs that pages show, too, and what needs a GPU."""
+COMMITTED = (*EVIDENCE, "book/found", "recipes", "_config.yml")
+"""What generated pages are made of that show no run of this build."""
+SHOWN = (*COMMITTED, "book/notebooks")
+"""What all generated pages are made of: the runs that the notebooks' pages show, too."""
 _HEADING = re.compile("^#.*$", re.MULTILINE)
 SEAL = "made_of.json"  # beside the generated pages: what they were made of, and their hashes
 

@@ -186,8 +186,8 @@ def running(notebook: Notebook, folder: Path) -> set[str]:
 def pools(name: str, folder: Path, *, shown: bool = False) -> dict[str, Pool]:
     """Read a notebook's pools, as `store.pools` does, but those of studies still running."""
     every = store.pools(name, folder, shown=shown)
-    notebook = notebooks(folder).get(name)
-    unfinished = running(notebook, folder) if notebook else set()
+    path = paths(folder).get(name)
+    unfinished = running(read(path), folder) if path else set()
     return {one: pool for one, pool in every.items() if one not in unfinished}
 
 
