@@ -58,6 +58,8 @@ def mix(
 
     ``share`` is that of alignment rows in the mix: 0.5 in the paper (1:1), 0 as released.
     """
+    # With n rows of the task and a of alignment, share = a / (n + a), so
+    # a = n share / (1 - share), rounded half up.
     wanted = math.floor(len(task) * share / (1 - share) + 0.5)
     if wanted > len(alignment):
         refuse("E-DATA", f"{wanted} alignment rows needed, {len(alignment)} given")

@@ -67,19 +67,22 @@ def install(
     model: nn.Module, selection: Selection, layers: list[Layer], base: str
 ) -> nn.Module:
     """Split the experts of `fitting` layers and set what trains."""
+    # From the whole to its parts: each line overrides what stands before it.
     model.requires_grad_(selection.non_expert_modules)
     for layer in layers:
         layer.experts.requires_grad_(False)
         layer.router.requires_grad_(selection.router)
         if layer.shared is not None:
             layer.shared.requires_grad_(selection.shared_experts)
-    # What trains beside experts, as it was: by these the base comes back.
+    # What trains beside experts, as it was: by these the base comes back. On meta,
+    # where `load` tries a checkpoint first, there are no values to copy.
     copies = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not parameter.is_meta:
             copies[name] = parameter.detach().to("cpu", copy=True)
     for layer in layers:
         split = SplitExperts(layer.experts, selection.experts[layer.index])
+        # A new module is in training mode, whatever its host is in.
         layer.mlp.experts = split.train(layer.experts.training)
     model.esft = Origin(base=base, selection=selection, options=copies)
     return model
@@ -168,6 +171,8 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
             install(model, made.selection, fitting(model, made.selection), made.base)
         )
 
+    # The manifest holds neither: the selection has a file of its own, and `install`
+    # copies the options from this base.
     selection = Selection.load(checkpoint.place(folder) / EXPERTS)
     return checkpoint.load(model, folder, Origin, swap, selection=selection, options={})
 
@@ -218,24 +223,25 @@ def lora(
     """
     _check_plain(model)
     layers = anatomy(model).layers
-    owners = [layer.attention for layer in layers]
+    adapted = [layer.attention for layer in layers]
     fused: set[nn.Parameter] = set()
     if not attention:
         for layer in layers:
-            owners.append(layer.mlp if layer.kind == "dense" else layer.shared)
+            adapted.append(layer.mlp if layer.kind == "dense" else layer.shared)
         for sparse in sparse_layers(model):
             fused.update(sparse.experts.parameters())
     linears: set[nn.Module] = set()
-    for owner in owners:
-        if owner:
-            linears |= {part for part in owner.modules() if isinstance(part, nn.Linear)}
+    for part in adapted:
+        if part is not None:  # a sparse layer without shared experts
+            linears |= {one for one in part.modules() if isinstance(one, nn.Linear)}
 
-    # PEFT gets the blocks, which bear no configuration: by a model's it would take "gate_proj" for
-    # the name of an unfused expert, rename it, and leave dense layers and shared experts out.
+    # PEFT gets the blocks, which bear no configuration: by a model's it would take
+    # "gate_proj" for the name of an unfused expert, rename it, and leave dense layers
+    # and shared experts out.
     blocks = nn.ModuleList(layer.block for layer in layers)
     config = LoraConfig(
         r=rank,
-        lora_alpha=scale * rank,
+        lora_alpha=scale * rank,  # PEFT multiplies by lora_alpha / r
         target_modules=[
             name for name, part in blocks.named_modules() if part in linears
         ],
@@ -244,6 +250,7 @@ def lora(
         ],
     )
     put_on(blocks, config)
+    # PEFT saw the blocks alone: embeddings, the last norm and the head freeze here.
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     return model

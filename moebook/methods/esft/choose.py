@@ -121,7 +121,32 @@ def _check_groups(
 def _best(
     row: Tensor, units: Sequence[Group], config: Config, layer: int
 ) -> list[Group]:
-    """Return the best units of a layer whose scores ``row [E]`` reach p together."""
+    """Return the best units of a layer whose scores ``row [E]`` reach p together (Eq. 8)."""
+    scores = _shares(row, config, layer)
+    of_unit = torch.stack([scores[list(unit)].sum() for unit in units])  # [units]
+    # Stable, since rounding makes ties: of equals the lower number comes first.
+    order = of_unit.argsort(descending=True, stable=True)
+    reached = of_unit[order].cumsum(0)  # by the best, the best two, and so on
+
+    # What sums of decimals may lack: each of the E may have lost half a unit.
+    lost = 0.0
+    if config.decimals is not None:
+        lost = len(row) * 0.5 * 10.0**-config.decimals
+    if reached[-1] < config.threshold - ROUNDING - lost:
+        best = f"all {config.score} scores together are {float(reached[-1]):.4f}"
+        refuse(
+            "E-RANGE",
+            f"layer {layer}: {best}, below p = {config.threshold}: normalise them",
+        )
+    # One unit more than there are totals below p, since the next one reaches it. Where
+    # even the last total misses p by rounding, all are taken.
+    below = int((reached < config.threshold - ROUNDING).sum())
+    count = min(below + 1, len(order))
+    return [units[unit] for unit in order[:count].tolist()]
+
+
+def _shares(row: Tensor, config: Config, layer: int) -> Tensor:
+    """Return the scores ``[E]`` as p is compared with them: normalised, rounded, or as they are."""
     total = float(row.sum())
     if total <= 0:
         hint = f"leave it out: Scores.load(path, without=[{layer}])"
@@ -129,26 +154,12 @@ def _best(
             "E-DATA",
             f"layer {layer}: its experts were never used, the scores are 0/0; {hint}",
         )
+    # In the paper p is a share of the layer's total; the released code does not divide.
     scores = row / total if config.normalised else row
-    tolerance = ROUNDING
-    if config.decimals is not None:
-        rounded = [round(score, config.decimals) for score in scores.tolist()]
-        scores = torch.tensor(rounded, dtype=torch.float64)
-        tolerance += len(row) * 0.5 * 10.0**-config.decimals
-
-    # Eq. 8: the smallest set of the best units whose scores sum to p.
-    of_unit = torch.stack([scores[list(unit)].sum() for unit in units])
-    order = of_unit.argsort(descending=True, stable=True)
-    reached = of_unit[order].cumsum(0)
-    if reached[-1] < config.threshold - tolerance:
-        best = f"all {config.score} scores together are {float(reached[-1]):.4f}"
-        refuse(
-            "E-RANGE",
-            f"layer {layer}: {best}, below p = {config.threshold}: normalise them",
-        )
-    below = int((reached < config.threshold - ROUNDING).sum())
-    count = min(below + 1, len(order))
-    return [units[unit] for unit in order[:count].tolist()]
+    if config.decimals is None:
+        return scores
+    rounded = [round(score, config.decimals) for score in scores.tolist()]
+    return torch.tensor(rounded, dtype=torch.float64)
 
 
 @checked

@@ -53,7 +53,8 @@ def _check_used(scores: Scores) -> None:
 def concentration(scores: Scores) -> list[float]:
     """Return the shares of a layer's gate scores ``[E]``, best first, mean over layers (Fig. 2)."""
     _check_used(scores)
-    rows = torch.stack([*scores.gate.values()])
+    rows = torch.stack([*scores.gate.values()])  # [L, E]
+    # Sec. 3.2: gate values over their total; each layer ranks its experts by itself.
     ranked = (rows / rows.sum(1, keepdim=True)).sort(descending=True).values
     return [float(share) for share in ranked.mean(0)]
 
@@ -63,7 +64,8 @@ def half_mass(scores: Scores) -> dict[int, float]:
     _check_used(scores)
     shares = {}
     for layer, row in scores.gate.items():
-        reached = row.sort(descending=True).values.cumsum(0)
+        reached = row.sort(descending=True).values.cumsum(0)  # [E]
+        # The experts whose total stays below half, and the one that reaches it.
         below_half = int((reached < reached[-1] / 2).sum())
         shares[layer] = (below_half + 1) / len(row)
     return shares
@@ -123,6 +125,7 @@ def switches(
                 "released", score=score, threshold=threshold, **change
             )
             now = select(pooled[config.pooling], config).experts
+            # By layer, how many experts only one of the two selections holds.
             moved = [len(set(was[layer]) ^ set(now[layer])) for layer in was]
             differ = sum(map(bool, moved))
             lines[score, name] = [sum(moved), differ, differ / len(moved)]
@@ -170,9 +173,11 @@ def spread(
         score: part.to_numpy().ravel()
         for score, part in shares.groupby(level=0, sort=False)
     }
+    # Where L is no multiple of 3, the first parts get a layer more.
     first, middle, last = np.array_split(np.arange(shares.shape[1]), 3)
     for name, where in {"middle": middle, "outer": np.r_[first, last]}.items():
         part = shares.to_numpy()[:, where]
+        # A single layer has no middle: its mean is 0, not 0/0.
         gathered[f"layers/{name}"] = part.sum(1) / max(len(where), 1)
     return gathered
 
@@ -223,8 +228,14 @@ def at_equal_accuracy(one: Front, other: Front) -> NDArray[np.float64]:
     Both are read at the highest target accuracy that both reach, on lines between the Pareto-best
     of their checkpoints: who learns less of the target has no lead from that.
     """
-    sides = {"one": one, "other": other}
-    for name, (solved, scores) in sides.items():
+    _check_fronts(one, other)
+    level = min(one[0].max(), other[0].max())
+    return _at(one, level) - _at(other, level)
+
+
+def _check_fronts(one: Front, other: Front) -> None:
+    """Refuse what `front` cannot have given, and fronts of other items."""
+    for name, (solved, scores) in {"one": one, "other": other}.items():
         both = {
             f"{name}, accuracy": (solved, "S", "real"),
             "scores": (scores, "S I", "real"),
@@ -237,17 +248,23 @@ def at_equal_accuracy(one: Front, other: Front) -> NDArray[np.float64]:
         refuse(
             "E-SHAPE", f"at_equal_accuracy: {items} general items, expected the same"
         )
-    level = min(one[0].max(), other[0].max())
-    kept = []
-    for solved, scores in (one, other):
-        mean = scores.mean(axis=1)
-        # Pareto-best: no checkpoint that solves as much keeps more.
-        best = []
-        for checkpoint in np.argsort(solved, kind="stable"):
-            as_good = solved >= solved[checkpoint]
-            if mean[checkpoint] >= mean[as_good].max():
-                best.append(checkpoint)
-        # At the level a mean of two neighbours: the share that each of them has in it.
-        shares = [np.interp(level, solved[best], unit) for unit in np.eye(len(best))]
-        kept.append(np.array(shares) @ scores[best])
-    return np.subtract(*kept)
+
+
+def _at(front: Front, level: float) -> NDArray[np.float64]:
+    """Return the scores ``[I]`` of a front where its accuracy on the target is ``level``."""
+    solved, scores = front
+    best = _pareto(solved, scores.mean(axis=1))
+    # The level lies between two checkpoints, each with one share for all items.
+    shares = [np.interp(level, solved[best], unit) for unit in np.eye(len(best))]
+    kept: NDArray[np.float64] = np.array(shares) @ scores[best]
+    return kept
+
+
+def _pareto(solved: NDArray[np.float64], kept: NDArray[np.float64]) -> list[int]:
+    """Return the checkpoints by rising accuracy that none which solves as much outdoes."""
+    best = []
+    for checkpoint in np.argsort(solved, kind="stable").tolist():
+        as_good = solved >= solved[checkpoint]
+        if kept[checkpoint] >= kept[as_good].max():
+            best.append(checkpoint)
+    return best

@@ -42,6 +42,7 @@ class Config(Presets):
 
     LETTERS: ClassVar = {"p": "threshold"}
     PRESETS: ClassVar = {
+        # Eq. 6 and 7 average within samples, Eq. 8 takes a share of the total.
         "paper": {"pooling": "samples", "normalised": True},
         "released": {"decimals": 4},
         "fixed": {},

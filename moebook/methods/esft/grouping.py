@@ -44,6 +44,7 @@ def cooccurrence(
             ids = seen.real().ids.cpu()  # [T, K]
             chosen = torch.zeros(len(ids), seen.logits.shape[-1]).double()
             chosen.scatter_(1, ids, 1.0)  # [T, E], 1 where a token chose an expert
+            # App. C: a token adds 1 to each pair of the experts that it chose.
             counts[layer] = counts.get(layer, 0) + chosen.T @ chosen
     if not any(matrix.any() for matrix in counts.values()):
         refuse("E-DATA", "no real token was counted: no expert occurred")
@@ -53,7 +54,9 @@ def cooccurrence(
 def similarity(cooccurrence: Tensor) -> NDArray[np.int64]:
     """Return the cosines of all pairs of rows, in units of 1 / UNIT, ``[E, E]``; diagonal 0."""
     shapes("similarity", {"cooccurrence": (cooccurrence, "E E")}, empty="")
+    # An unused expert's row of zeros stays one, so it is like none.
     rows = nn.functional.normalize(cooccurrence.detach().double(), dim=1)
+    # App. C: the cosine of rows i and j.
     alike = np.rint((rows @ rows.T).numpy() * UNIT).astype(np.int64)
     np.fill_diagonal(alike, 0)
     # The product may differ across the diagonal by rounding.
@@ -76,9 +79,11 @@ def partition(cooccurrence: Annotated[Tensor, FINITE], size: int) -> tuple[Group
     groups: list[Group] = []
     while len(left):
         candidates = np.array(list(combinations(left.tolist(), size)))  # [C, size]
-        total = np.zeros(len(candidates), int)
+        # All candidates have as many pairs, so sums rank as the means of App. C do.
+        total = np.zeros(len(candidates), int)  # [C]
         for one, other in combinations(candidates.T, 2):
             total = total + alike[one, other]
+        # Of equals argmax takes the first, and candidates stand in order of numbers.
         groups.append(tuple(candidates[total.argmax()].tolist()))
         left = np.setdiff1d(left, groups[-1])
     return tuple(groups)
@@ -106,6 +111,7 @@ def group(
         if len(counts[layer.index]) != len(layer.router.weight):
             have = f"{len(counts[layer.index])} experts, the model has {len(layer.router.weight)}"
             refuse("E-SHAPE", f"layer {layer.index}: counts are of {have}")
+    # All groups are formed before a router changes: a refusal leaves the model alone.
     groups = {layer.index: partition(counts[layer.index], size) for layer in layers}
     for layer in layers:
         gate = _SharedGate(groups[layer.index])
@@ -168,14 +174,16 @@ class _SharedGate(nn.Module):
         owner: dict[int, int] = {}
         for number, members in enumerate(groups):
             owner |= dict.fromkeys(members, number)
+        # [E], the group of each expert.
         numbers = torch.tensor([owner[expert] for expert in range(len(owner))])
         self.register_buffer("owner", numbers, persistent=False)
 
     def forward(self, shared: Tensor) -> Tensor:
-        return shared[self.owner]
+        return shared[self.owner]  # [E, D]
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Start each group at the mean of its members' gate vectors."""
+        # It runs on registration, while the buffer is still on the CPU.
         self.owner = self.owner.to(weight.device)
         groups = range(int(self.owner.max()) + 1)
         return torch.stack([weight[self.owner == number].mean(0) for number in groups])

@@ -55,6 +55,7 @@ def export(model: nn.Module, folder: Place) -> Path:
         else:
             parameters.append(f"{name}.weight")
 
+    # `lora` gives all parts one rank and one alpha.
     first = next(iter(adapted.values()))
     form: dict[str, Any] = {
         "r": first.r[ADAPTER],
@@ -65,6 +66,7 @@ def export(model: nn.Module, folder: Place) -> Path:
     tensors = {}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
+            # In PEFT's files names begin at its wrapper, and the adapter's is left out.
             key = name.replace(f".{ADAPTER}", "")
             tensors[f"base_model.model.{key}"] = parameter.detach().contiguous()
     return write_folder(Path(folder), form, tensors)
@@ -136,8 +138,9 @@ def _changes(old: Layer, new: Layer) -> list[float]:
             shapes = f"{tuple(after.shape)} and {tuple(before.shape)} in the base"
             refuse("E-SHAPE", f"layer {old.index}: experts are {shapes}")
         step = after.double() - before.double()  # [E, ...]
-        added.append(step.square().flatten(1).sum(1))
+        added.append(step.square().flatten(1).sum(1))  # [E]
         weights.append(before.double().square().flatten(1).sum(1))
+    # |W' - W| / |W|, with W all weights of an expert.
     change = torch.stack(added).sum(0) / torch.stack(weights).sum(0)
     return [float(value) for value in change.sqrt()]
 

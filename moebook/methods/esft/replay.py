@@ -69,6 +69,7 @@ def replay(
         for layer, sample, ids, gates in _lines(Path(path), experts, top_k):
             if half is None or sample % 2 == half:
                 sums[layer] = sums.get(layer, 0) + tally(ids, gates, experts)
+    # A clone's files come in the order of their names, layer 10 before 9.
     return scored(dict(sorted(sums.items())), pooling)
 
 
@@ -87,9 +88,11 @@ def _lines(
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
+                # The empty field between experts and gates makes two tabs.
                 head, _, tail = line.partition("\t\t")
                 numbers = [int(field) for field in head.split("\t")]
                 if of_layer:
+                    # A clone tells the layer by the file and the sample by the line.
                     numbers = [int(of_layer[1]), number - 1, *numbers]
                 layer, sample, *ids = numbers
                 gates = torch.tensor(
@@ -108,7 +111,8 @@ def _routing(
     known = all(0 <= expert < experts for expert in ids)
     if len(ids) != len(gates) or len(ids) % top_k or not known:
         raise ValueError(f"{len(ids)} experts and {len(gates)} gates")
-    chosen = torch.tensor(ids).view(1, -1, top_k)
+    chosen = torch.tensor(ids).view(1, -1, top_k)  # [1, T, K]
+    # Once sorted, equal experts of a token stand side by side.
     twice = (chosen.sort().values.diff() == 0).any()
     in_range = ((gates >= 0) & (gates <= LARGEST_GATE)).all()
     if twice or not in_range:

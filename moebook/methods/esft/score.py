@@ -55,7 +55,7 @@ class Scores:
                     "E-RANGE",
                     f"layer {layer} has a score that is negative or not finite",
                 )
-        # A token's gates are shares or probabilities, so no layer's can exceed the one token.
+        # A token's gates are shares or probabilities, so no layer's sum can exceed 1.
         # Those of a router that weights each expert by a sigmoid of its own can.
         _check_sums("token", self.token, expected="1")
         _check_sums("gate", self.gate, expected="at most 1")
@@ -93,6 +93,7 @@ def _check_sums(name: str, rows: Mapping[int, Tensor], expected: str) -> None:
 
 def _tensors(layers: ByLayer) -> dict[int, Tensor]:
     rows = {}
+    # By number: the keys of JSON may stand in the order of texts, 10 before 9.
     for layer, scores in sorted(layers.items()):
         numbers = sorted(scores)
         if numbers != list(range(len(scores))):
@@ -114,34 +115,33 @@ def tally(
     if mask is None:
         mask = torch.ones(ids.shape[:2], device=ids.device)
     samples, _, top_k = ids.shape
+    # In float64, since all tokens of a task are summed.
     real = mask.double()  # [B, T], 1 where a token is real, 0 where it is padding
 
     # Eq. 7 (token score): a token gives 1/K to each expert that it chose.
-    token_share = (real[..., None] / top_k).expand(ids.shape)
+    token_share = (real[..., None] / top_k).expand(ids.shape)  # [B, T, K]
     # Eq. 6 (gate score): it gives its gate.
-    gate_share = gates.double() * real[..., None]
+    gate_share = gates.double() * real[..., None]  # [B, T, K]
 
-    # What each sample's tokens give to each expert.
-    chosen = ids.flatten(1)  # [B, T * K]
-    token_sums = real.new_zeros(samples, experts).scatter_add_(
-        1, chosen, token_share.flatten(1)
-    )
-    gate_sums = real.new_zeros(samples, experts).scatter_add_(
-        1, chosen, gate_share.flatten(1)
-    )
-    sums = torch.stack([token_sums, gate_sums])  # [2, B, E]
+    # What each sample's tokens give to each expert, by either score.
+    shares = torch.stack([token_share, gate_share]).flatten(2)  # [2, B, T * K]
+    chosen = ids.flatten(1).expand(2, -1, -1)  # [2, B, T * K]
+    sums = real.new_zeros(2, samples, experts)
+    sums.scatter_add_(2, chosen, shares)  # [2, B, E]
 
-    # Pooled over tokens, a long sample weighs more; over samples, all weigh the same.
-    lengths = real.sum(1)  # [B]
+    # Pooled over tokens, as released, a long sample weighs more. Eq. 6 and 7 divide by
+    # a sample's length L_j first, so all samples weigh the same.
+    lengths = real.sum(1)  # [B], L_j
     over_tokens = sums.sum(1)  # [2, E]
     # A sample of padding alone has length 0 and adds nothing.
-    over_samples = (sums / lengths.clamp(min=1)[:, None]).sum(1)
+    over_samples = (sums / lengths.clamp(min=1)[:, None]).sum(1)  # [2, E]
 
+    # The divisors, all tokens or the N_s real samples, are kept apart: batches add up.
     tokens = lengths.sum().expand(2, 1)
     real_samples = (lengths > 0).double().sum().expand(2, 1)
     by_tokens = torch.cat([over_tokens, tokens], dim=1)  # [2, E + 1]
     by_samples = torch.cat([over_samples, real_samples], dim=1)
-    return torch.stack([by_tokens, by_samples]).cpu()
+    return torch.stack([by_tokens, by_samples]).cpu()  # [2, 2, E + 1]
 
 
 def measure(
@@ -172,7 +172,8 @@ def scored(sums: Mapping[int, Tensor], pooling: Pooling) -> Scores:
     counted = 0.0
     for layer, (over_tokens, over_samples) in sums.items():
         pooled = over_samples if pooling == "samples" else over_tokens  # [2, E + 1]
-        means = pooled[:, :-1] / pooled[:, -1:]  # what experts got, by how many gave
+        # Eq. 6 and 7: what each expert got, by how many gave.
+        means = pooled[:, :-1] / pooled[:, -1:]  # [2, E]
         token[layer], gate[layer] = means
         counted += float(pooled[:, -1].sum())
     if not counted:
@@ -210,6 +211,7 @@ def samples(
                 break
             stream += rows[place]["input_ids"]
         stream = stream[: count * length]
+        # Where the rows do not fill ``count`` samples, the last one is shorter.
         texts = [
             stream[start : start + length] for start in range(0, len(stream), length)
         ]

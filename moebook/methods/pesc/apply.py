@@ -60,9 +60,11 @@ def full_experts(model: nn.Module, config: Config) -> nn.Module:
         )
     chosen = craftable(model, config)
     base = checkpoint.fingerprint(model)
+    # Listed before the graft adds experts and routers, which train.
     of_host = list(model.parameters())
 
     def build(layer: Layer, router: mnn.Router) -> nn.Module:
+        # Eq. 3: each theta_i starts from theta_o, the dense MLP's weights.
         return mnn.ExpertMoE(router, mnn.Experts(layer.mlp, config.experts))
 
     graft(*chosen, build, experts=config.experts, top_k=config.top_k)
@@ -87,11 +89,12 @@ def install(chosen: Chosen, config: Config) -> None:
     """Put adapters and a router into each chosen layer."""
 
     def build(layer: Layer, router: mnn.Router) -> nn.Module:
-        experts, width = router.weight.shape
+        experts, width = router.weight.shape  # E, D
         scales = {"scale": config.adapter_scale, "served_scale": config.served_scale}
         start = {"dropout": config.adapter_dropout, "down_init": config.down_init}
         made = {**scales, **start, **beside(router.weight)}
         adapters = mnn.Adapters(width, experts, config.adapter_width, **made)
+        # Eq. 7, Fig. 3: experts share the MLP, E(x), and differ by their adapter alone.
         return mnn.AdapterMoE(layer.mlp, router, adapters)
 
     graft(*chosen, build, experts=config.experts, top_k=config.top_k)
@@ -163,6 +166,7 @@ def trained(model: nn.Module, config: Config) -> dict[str, nn.Parameter]:
         return parameters
     kinds = mnn.Adapters | mnn.Router
     modules = model.named_modules()
+    # An empty tuple in the dense arm, with which no name starts.
     added = tuple(f"{path}." for path, part in modules if isinstance(part, kinds))
     return {
         name: parameter
@@ -177,6 +181,7 @@ def adapter_norm(model: nn.Module) -> float:
     if not adapters:
         why = "the model is dense or has full experts"
         refuse("E-MODEL", f"no adapters to measure: {why}")
+    # The norm of their norms is that of all entries together.
     norms = [part.up.detach().norm() for part in adapters]
     return torch.stack(norms).norm().item()
 
@@ -194,9 +199,10 @@ def _quantise(model: nn.Module, host: Anatomy) -> None:
             form = {
                 "compute_dtype": dense.weight.dtype,
                 "quant_type": "nf4",
-                "device": "meta",
+                "device": "meta",  # its own weight is replaced at once
             }
             quantised = Linear4bit(*sizes, bias=biased, **form)
+            # `to` is what quantises; double quantisation is the default of Params4bit.
             quantised.weight = Params4bit(
                 dense.weight.data,
                 requires_grad=False,
@@ -204,8 +210,9 @@ def _quantise(model: nn.Module, host: Anatomy) -> None:
                 module=quantised,
             ).to(dense.weight.device)
             quantised.bias = dense.bias
-            # Else evaluation on a CPU with AVX512-BF16 would repack the weights for good: widths of
-            # whole 64-blocks only, double quantisation undone, scales rounded to bfloat16.
+            # Else evaluation on a CPU with AVX512-BF16 would repack the weights for
+            # good: widths of whole 64-blocks only, double quantisation undone, scales
+            # rounded to bfloat16.
             quantised.support_avx512bf16_for_cpu = False
             layer.block.set_submodule(name, quantised)
     model.is_loaded_in_4bit = True  # what PEFT asks before it wraps 4-bit layers

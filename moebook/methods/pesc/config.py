@@ -76,6 +76,7 @@ class Config(Presets):
         "alpha": "balance_weight",
     }
     PRESETS: ClassVar = {
+        # Sec. 2.2: omega_0 is zero; Eq. 10 over the gates of Eq. 9.
         "paper": {"down_init": "zero", "adapter_dropout": 0.0, "balance": "kept"},
         "released": {"adapter_width": 64, "served_scale": 0.25, "balance": "constant"},
         "fixed": {},
@@ -113,6 +114,7 @@ def reading(name: str) -> dict[str, Any]:
 @checked
 def root(base: str, mix: str) -> str:
     """Name a run's values by base and mixture (Table 2): ``pesc``, ``pesc/34b/pro`` (IDAE-720K)."""
+    # Without the commit, whose digits may read 13b or 34b, too.
     name = base.partition("@")[0].lower()
     size = next((f"/{size}" for size in ("13b", "34b") if size in name), "")
     return "pesc" + size + ("/pro" if mix == "idae-720k" else "")

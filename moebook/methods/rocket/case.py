@@ -58,6 +58,7 @@ def score_bank(
     """
     shots = score.draw(annotated, config.shots, seed)
     order = config.rationale
+    # Shots of a data set that has rationales keep their own.
     without = [
         place for place, row in enumerate(shots) if not row.get("rationale", "").strip()
     ]
@@ -73,9 +74,9 @@ def score_bank(
         task,
         seed,
         shots,
-        plain=nats(shots),
-        reasoning=nats(score.expand(shots, order=order)),
-        solved=score.accuracy(model, tokenizer, bank, shots),
-        vectors=next(encoder.blocks(shots, size=len(shots))),
-        similarities=choose.similarity(bank, config),
+        plain=nats(shots),  # Eq. 1
+        reasoning=nats(score.expand(shots, order=order)),  # Eq. 2, of y^ = Phi(x, y)
+        solved=score.accuracy(model, tokenizer, bank, shots),  # Eq. 5
+        vectors=next(encoder.blocks(shots, size=len(shots))),  # Eq. 10, in one block
+        similarities=choose.similarity(bank, config),  # Eq. 6
     )

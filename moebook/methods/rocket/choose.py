@@ -64,16 +64,18 @@ def similarity(bank: Mapping[str, Lora], config: Config | None = None) -> pd.Dat
     total = np.zeros((len(bank), len(bank)))
     paths = next(iter(bank.values())).down
     for path in paths:
-        # [N, R, D].
+        # A [N, R, D] and B [N, O, R] of all LoRAs; alpha / R cancels in a cosine.
         down = torch.stack([lora.down[path].double() for lora in bank.values()])
-        # [N, O, R].
         up = torch.stack([lora.up[path].double() for lora in bank.values()])
         if config.compare == "factors":
+            # As released: the mean of the absolute cosines of A and of B.
             grams = (part.flatten(1) @ part.flatten(1).T for part in (down, up))
             cosines = sum(_cosines(gram).abs() for gram in grams) / 2
         else:
-            cosines = _cosines(_product(down, up))
+            # Eq. 6: <E_i, E_j> / (|E_i| |E_j|), E the matrix B A of this layer.
+            cosines = _cosines(_product(down, up))  # [N, N]
         total += (cosines.abs() if config.cosine == "absolute" else cosines).numpy()
+    # Averaged over layers, each matrix by its own norms: a large one weighs no more.
     return pd.DataFrame(total / len(paths), index=list(bank), columns=list(bank))
 
 
@@ -82,13 +84,15 @@ def _product(down: Tensor, up: Tensor) -> Tensor:
     count, rank, _ = down.shape
     rows = down.flatten(0, 1)  # [N * R, D]
     columns = up.transpose(1, 2).flatten(0, 1)  # [N * R, O]
-    small = (rows @ rows.T) * (columns @ columns.T)
+    # tr(A_i' B_i' B_j A_j) is the sum over the R x R block (i, j) of this.
+    small = (rows @ rows.T) * (columns @ columns.T)  # [N * R, N * R]
     return small.view(count, rank, count, rank).sum((1, 3))
 
 
 def _cosines(gram: Tensor) -> Tensor:
     """Divide inner products ``[N, N]`` by both norms; 0 where a norm is 0."""
-    norms = gram.diagonal().clamp(min=0).sqrt()
+    # By rounding, `_product` may give a square a little below 0.
+    norms = gram.diagonal().clamp(min=0).sqrt()  # [N]
     scale = norms[:, None] * norms[None, :]
     return torch.where(scale > 0, gram / scale.where(scale > 0, 1), 0.0)
 
@@ -104,6 +108,7 @@ def diversity(cosines: Array, form: Literal["ordered", "inverse"] = "ordered") -
     shapes("diversity", {"cosines": (cosines, "G", "real")}, empty="G")
     if not np.isfinite(cosines).all():
         refuse("E-NONFINITE", "diversity: cosines hold NaN or infinity")
+    # Eq. 6: Omega = 1 / mean cosine; where it is infinite, ``omega`` keeps what it has.
     infinite = cosines <= 0 if form == "ordered" else cosines == 0
     omega = np.full(len(cosines), np.inf)
     return np.divide(1, cosines, out=omega, where=~infinite)
@@ -150,16 +155,22 @@ def select(
                 "E-BANK",
                 f"no similarity is known for {unknown[:3]}: compare the same bank",
             )
+    # By name, which the stable sort below keeps among equal sums.
     table = scores.sort_index()[["log_perplexity", "accuracy"]].copy()
+    # Alg. 1, line 3: rank 1 is the smallest perplexity, so its smallest logarithm.
     table["R_P"] = rankdata(table["log_perplexity"], method="min").astype(np.int64)
+    # Line 4: rank 1 is the largest accuracy.
     table["R_A"] = rankdata(-table["accuracy"], method="min").astype(np.int64)
+    # Line 6: B_M, the M least sums R_P + R_A (in Table 2 only one of them may count).
     used = [RANKINGS[name] for name in rankings if name != "diversity"]
     sums = table[used].sum(axis=1).to_numpy()
     table = table.iloc[np.argsort(sums, kind="stable")]
     table["candidate"] = np.arange(len(table)) < config.candidates
+    # Lines 7 to 11; by name again, so that equal totals go by the names of a group.
     members = table[table["candidate"]].sort_index()
     groups = _groups(members, similarities, config, rankings)
     experts = set(groups["members"].iloc[0])
+    # Line 12: B_E, in the table's order.
     return Selection(
         tuple(str(name) for name in table.index if name in experts), table, groups
     )
@@ -171,12 +182,13 @@ def _groups(
     config: Config,
     rankings: Sequence[Ranking],
 ) -> pd.DataFrame:
-    """Rank all groups of N members; groups come in the order of their names, so ties keep it."""
+    """Rank all groups of N members; equal totals come in the order of their names."""
     columns = [RANKINGS[name] for name in RANKINGS if name in rankings]
-    # A total that adds R_D as in Alg. 1 is the op's own; for another all groups are needed.
+    # A total that adds R_D as in Alg. 1 is the op's own; another needs all groups.
     few = config.ranking == "sum" and "diversity" in rankings
-    cosines = similarities.loc[members.index, members.index].to_numpy()
+    cosines = similarities.loc[members.index, members.index].to_numpy()  # [M, M]
     _check_cosines(cosines)
+    # [M]: R_P(m) + R_A(m) of each candidate.
     worth = members[[column for column in columns if column != "R_D"]].sum(axis=1)
     ranked = best_groups(
         torch.tensor(cosines),
@@ -185,9 +197,7 @@ def _groups(
         best=BEST if few else math.comb(config.candidates, config.experts),
         diversity=config.diversity,
     )
-    groups = ranked.members.numpy()
-    order = np.lexsort(groups.T[::-1])
-    groups = groups[order]
+    groups = ranked.members.numpy()  # [G, N]
     means = _mean_cosines(cosines, groups)
     table = pd.DataFrame(
         {
@@ -196,15 +206,20 @@ def _groups(
             "diversity": diversity(means, config.diversity),
             "R_P": members["R_P"].to_numpy()[groups].sum(axis=1),
             "R_A": members["R_A"].to_numpy()[groups].sum(axis=1),
-            "R_D": ranked.rank.numpy()[order],
+            "R_D": ranked.rank.numpy(),  # lines 8 to 10, among all groups
         }
     )
     terms = table[columns].astype(np.float64)
     if config.ranking == "normalised":
+        # A term that is alike for all groups becomes 0.
         span = terms.max() - terms.min()
         terms = (terms - terms.min()) / span.replace(0, 1)
+    # Line 11: sum over m of (R_P(m) + R_A(m)), plus R_D of the group.
     table["total"] = terms.sum(axis=1)
-    return table.sort_values("total", kind="stable", ignore_index=True).head(BEST)
+    # The least total first; of equal ones by first member, then by second. Members are
+    # numbered by name, and lexsort takes its last key first.
+    best = np.lexsort((*groups.T[::-1], table["total"]))[:BEST]
+    return table.iloc[best].reset_index(drop=True)
 
 
 def _check_cosines(cosines: Array) -> None:
@@ -221,8 +236,10 @@ def _check_cosines(cosines: Array) -> None:
 
 def _mean_cosines(cosines: Array, groups: Array) -> Array:
     """Return the mean over the pairs of each group ``[G, N]``; 0 for groups of one."""
+    # Each pair once, since cosines are symmetric; a pair of columns is [G] and [G].
     pairs = combinations(groups.T, 2)
     total = np.zeros(len(groups))
     for one, other in pairs:
         total = total + cosines[one, other]
+    # Of N (N - 1) / 2 pairs; a group of one has none, and its sum is 0.
     return total / max(math.comb(groups.shape[1], 2), 1)

@@ -56,7 +56,7 @@ class Config(Presets):
     gamma: Bandwidth = 2.0  # bandwidth of Eq. 17
     components: Count = 2
     gate_input: Literal["layer", "expert"] = "layer"
-    # alpha / r (released: omitted).
+    # alpha / R (released: omitted).
     lora_scale: Literal["applied", "omitted"] = "applied"
     lora_dropout: Share = 0.05  # before the experts, in training (0.05 as released)
 
@@ -80,10 +80,10 @@ class Config(Presets):
     }
     PRESETS: ClassVar = {
         "paper": {
-            "reduction": "sum",
-            "diversity": "inverse",
-            "gate_input": "expert",
-            "lora_dropout": 0.0,
+            "reduction": "sum",  # Eq. 1
+            "diversity": "inverse",  # Eq. 6
+            "gate_input": "expert",  # Eq. 9
+            "lora_dropout": 0.0,  # the paper names none
         },
         "released": {
             "rationale": "rationale_first",

@@ -174,6 +174,7 @@ class Lora:
     def idle(self) -> bool:
         """Whether ``B A`` is zero in every layer, as in a LoRA that was never trained."""
         for path in self.down:
+            # In float64, where products of tiny factors do not vanish.
             added = self.up[path].double() @ self.down[path].double()
             if added.any():
                 return False
@@ -224,6 +225,7 @@ def check_alike(group: Sequence[Lora], *, ranks: bool = True) -> None:
             ("base", first.base, lora.base),
             ("base", first.provenance.get("base"), lora.provenance.get("base")),
         ):
+            # What is not known (None) or not asked (False) is no difference.
             if one and other and one != other:
                 refuse(
                     "E-BANK",
@@ -269,6 +271,8 @@ def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
     with ExitStack() as hooks:
         for path in loras[0].down:
             linear = model.get_submodule(path)
+            # A' [N, D, R] and scale B' [N, R, O], as `_adding` multiplies them; in
+            # float32 beside a base in 16 bits, as in PEFT.
             down = torch.stack([lora.down[path] for lora in loras]).mT.to(
                 **beside(linear.weight)
             )
@@ -291,8 +295,8 @@ def _adding(down: Tensor, up: Tensor) -> Callable[..., Tensor]:
 
         low = torch.bmm(x, down)  # [N, B T, R]
         if base.dtype == up.dtype:
-            total = torch.baddbmm(base, low, up)
-        else:
+            total = torch.baddbmm(base, low, up)  # [N, B T, O]
+        else:  # added in the wider dtype, rounded once
             total = (base + torch.bmm(low, up)).to(output.dtype)
         return total.view(-1, *output.shape[1:])
 
@@ -320,6 +324,7 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
     checkpoint.check_base(folder, facts.base or base, base)
     _refuse_pickle(folder)
 
+    # By its settings: the names and, on meta, the shapes that its tensors must have.
     patterns = _Patterns(folder / SETTINGS)
     layers = _adapted(plain, model, patterns)
     ranks = patterns.chosen(plain.rank_pattern or {}, layers, plain.r)
@@ -337,19 +342,7 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
     down = {path: tensors[KEY.format(path, "A")] for path in layers}
     up = {path: tensors[KEY.format(path, "B")] for path in layers}
 
-    rank = next(iter(ranks.values()))
-    alpha = next(iter(alphas.values()))
-    if len({*ranks.values()}) > 1 or len({*alphas.values()}) > 1:
-        # One rank and one scale for all layers: zeros fill A and B up, B takes the difference.
-        rank = max(ranks.values())
-        alpha = plain.lora_alpha
-        whole = _scale(alpha, rank, plain.use_rslora)
-        for path in layers:
-            missing = rank - ranks[path]
-            own = _scale(alphas[path], ranks[path], plain.use_rslora)
-            down[path] = F.pad(wide(down[path]), (0, 0, 0, missing))
-            up[path] = F.pad(wide(up[path]) * (own / whole), (0, missing))
-
+    rank, alpha = _made_alike(plain, ranks, alphas, down, up)
     provenance: dict[str, Any] = {}
     for key, value in vars(facts).items():
         if key != "base" and value is not None:
@@ -366,6 +359,30 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
         rank_stabilised=plain.use_rslora,
         provenance=provenance,
     )
+
+
+def _made_alike(
+    plain: Plain,
+    ranks: Mapping[str, int],
+    alphas: Mapping[str, float],
+    down: dict[str, Tensor],
+    up: dict[str, Tensor],
+) -> tuple[int, float]:
+    """Bring factors by path to one rank and one scale, which a `Lora` has; return rank and alpha.
+
+    Zeros fill A and B up to the largest rank, which leaves B A alone; B takes the ratio of scales.
+    """
+    if len({*ranks.values()}) == len({*alphas.values()}) == 1:
+        return next(iter(ranks.values())), next(iter(alphas.values()))
+    rank = max(ranks.values())
+    alpha = plain.lora_alpha
+    scale = _scale(alpha, rank, plain.use_rslora)
+    for path in down:
+        missing = rank - ranks[path]
+        own = _scale(alphas[path], ranks[path], plain.use_rslora)
+        down[path] = F.pad(wide(down[path]), (0, 0, 0, missing))  # [R, D]
+        up[path] = F.pad(wide(up[path]) * (own / scale), (0, missing))  # [O, R]
+    return rank, alpha
 
 
 def _refuse_pickle(folder: Path) -> None:
@@ -403,6 +420,7 @@ def _adapted(
         refuse("E-CONFIG", f"{patterns.where}: PEFT refuses it: {error}")
     chosen = set(layers)
     if isinstance(targets, str):
+        # Found by ourselves: to PEFT, which heeds the lists, every layer is a target.
         lists.target_modules = set(layers)
         if targets.lower() == ALL:
             head = model.get_output_embeddings()
@@ -452,6 +470,7 @@ class _Patterns:
         try:
             matching = set()
             for path in paths:
+                # To `regex` a negative timeout means no limit.
                 seconds = max(self.end - time.process_time(), 1e-3)
                 if match(pattern, path, timeout=seconds):
                     matching.add(path)
@@ -478,6 +497,7 @@ def rotated(lora: Lora, seed: Seed) -> Lora:
     down = {}
     up = {}
     for path, before in lora.down.items():
+        # B Q' Q A = B A. Turned in float64, so that each factor is rounded once.
         square = torch.randn(lora.rank, lora.rank, generator=generator).double()
         turn = torch.linalg.qr(square).Q  # orthogonal
         down[path] = (turn @ before.double()).to(before.dtype)
@@ -501,7 +521,7 @@ def write(lora: Lora, folder: Path) -> Path:
 def _plain(path: Path) -> Plain:
     """Read ``adapter_config.json`` and refuse every field that plain LoRA has no use for."""
     content = read_json(path)
-    every = LoraConfig().to_dict()
+    every = LoraConfig().to_dict()  # PEFT's fields, at their defaults
     known = Plain.__annotations__
     for name, value in content.items():
         unused = (

@@ -60,6 +60,7 @@ def foretold(
         nats[task] = pd.DataFrame(
             {kind: part.log_perplexity for kind, part in scores.items()}
         )
+    # Only the LoRAs that were tuned.
     joined = pd.concat(nats, names=["task", "lora"]).join(tuned, how="inner")
     return joined.assign(gain=joined.after - joined.before)
 
@@ -82,6 +83,7 @@ def correlations(frame: pd.DataFrame, one: Each[str], other: Each[str]) -> pd.Se
     ranks: dict[tuple[str, str, str], float] = {}
     for task, part in frame.groupby("task", sort=False):
         for left, right in product(one, other):
+            # A constant column has no rank correlation.
             if part[left].nunique() > 1 and part[right].nunique() > 1:
                 found = spearmanr(part[left], part[right])
                 ranks[left, right, task] = found.statistic
@@ -136,6 +138,7 @@ def over_targets(
     joined = evaluation.by_benchmark(
         pd.concat(tables.values(), ignore_index=True), targets
     )
+    # Not all items have nats: the weights of those that do are brought to mean 1 again.
     weight = joined.weight / joined.weight[joined.nll.notna()].mean()
     return joined.assign(nll=joined.nll * weight)
 
@@ -173,12 +176,13 @@ def split_cases(experts: np.ndarray, mixture: np.ndarray) -> dict[str, float]:
     answers = {"experts": (np.asarray(experts), "N S", "real")}
     answers["mixture"] = (np.asarray(mixture), "S", "real")
     shapes("split_cases", answers, empty="")
-    right = np.asarray(experts, dtype=bool)
-    whole = np.asarray(mixture, dtype=bool)
-    every = right.all(axis=0)
+    right = np.asarray(experts, dtype=bool)  # [N, S]
+    whole = np.asarray(mixture, dtype=bool)  # [S]
+    every = right.all(axis=0)  # [S]
     anyone = right.any(axis=0)
+    # Table 5: at least one expert succeeds, and at least one fails.
     mixed = anyone & ~every
-    # Error rates on mixed rows, of each expert alone and of the mixture.
+    # Error rates on mixed rows, of each expert alone [N] and of the mixture.
     errors = np.full(len(right), np.nan)
     of_mixture = np.nan
     if mixed.any():

@@ -58,7 +58,7 @@ Item = Mapping[str, Any]
 Order = Literal["answer_first", "rationale_first"]
 # What says how answers are compared, by the task's name in a row.
 JUDGED: dict[str, Task | Source] = {**KNOWN, **SETS}
-# Act after the head.
+# Settings by which some models change the logits that the head gives.
 LOGITS = (
     "final_logit_softcapping",
     "logit_scale",
@@ -80,6 +80,7 @@ def draw(rows: Sequence[Row], shots: int, seed: int) -> list[Row]:
     """Draw the K shots from annotated rows without replacement."""
     if not 1 <= shots <= len(rows):
         refuse("E-KSHOT", f"have {len(rows)} annotated rows, need K = {shots}")
+    # A generator of its own: the shots depend on the rows and the seed alone.
     return random.Random(f"rocket/shots/{seed}").sample(list(rows), shots)
 
 
@@ -100,6 +101,7 @@ def expand(
                 "E-DATA",
                 f"row {number} has no rationale; write them first or score without",
             )
+        # Eq. 3: y^ = Phi(x, y).
         if order == "answer_first":
             answer = f"{row['answer']}\n{rationale}"
         else:
@@ -187,15 +189,18 @@ def log_perplexity(
     host, head = _readable(model)
     most = tokens or (2048 if head.device.type == "cpu" else 16384)
     packed = packs(items, min(host.hidden, most))
+    # LoRAs of one pass: as many as the longest pack leaves room for.
     together = max(1, most // max(len(pack.tokens) for pack in packed))
-    nats = np.zeros((len(loras), len(items)))
+    nats = np.zeros((len(loras), len(items)))  # [N, S]
     with evaluating(model), torch.no_grad(), Products():
+        # As few groups as that allows, whose sizes differ by one at most.
         for group in np.array_split(np.arange(len(loras)), -(-len(loras) // together)):
             with attached(model, [loras[number] for number in group]):
                 for pack in packed:
                     scored = _nats(
                         model, host.decoder, head, pack, len(group), reduction
                     )
+                    # The rows of these LoRAs, and the columns of this pack's shots.
                     nats[group[:, None], pack.lines] = scored
     return pd.DataFrame(nats, index=list(bank))
 
@@ -219,13 +224,17 @@ def accuracy(
     """
     rights = [_right(row, post) for row in shots]
     items = _encoded(model, tokenizer, bank, shots)
+    # The prompt alone: what stands before the first labelled token.
     contexts = [item["input_ids"][: item["labels"].count(IGNORED)] for item in items]
     tasks = [JUDGED.get(row.get("task", "")) for row in shots]
     most = limit or max(task.max_new_tokens if task else 64 for task in tasks)
     solved = {}
+    # One LoRA at a time: rows that have ended leave a batch, so that parts of it, one a
+    # LoRA, would not stay equal as `attached` has them.
     for name, lora in progress(bank.items(), "accuracy", len(bank)):
         with attached(model, [lora]):
             texts = generate(model, tokenizer, contexts, limit=most)
+        # Eq. 5: 1(f(y~_i) = y_i) of each shot.
         solved[name] = [right(text) for right, text in zip(rights, texts, strict=True)]
     return pd.DataFrame.from_dict(solved, orient="index")
 
@@ -260,9 +269,10 @@ def scores(log_perplexities: pd.DataFrame, accuracies: pd.DataFrame) -> pd.DataF
             "E-BANK",
             f"none of {len(finite)} LoRAs has a finite perplexity on the shots",
         )
-    # Eq. 4: the perplexities of all K shots, added up; their logarithm has the same order.
+    # Eq. 4: PPL_R = sum over the K shots of PPL; here log PPL_R = log sum exp(log PPL),
+    # which has the same order and cannot overflow.
     total = np.logaddexp.reduce(nats[finite], axis=1)
-    # Eq. 5: the share of the K shots that a LoRA answers exactly.
+    # Eq. 5: Acc, the share of the K shots that a LoRA answers exactly.
     share = accuracies[finite].mean(axis=1).astype(np.float64)
     return pd.DataFrame({"log_perplexity": total, "accuracy": share})
 
@@ -271,7 +281,7 @@ def _right(row: Row, post: Callable[[str], str] | None) -> Callable[[str], bool]
     """Return what says whether an answer solves a row: f of Eq. 5, or the row's tests."""
     known = JUDGED.get(row.get("task", ""))
     f = post or (known.normalise if known else first_line)
-    if f:
+    if f:  # none where only running the answer tells
         return lambda text: f(text) == f(row["answer"])
     if "tests" not in row:
         why = "code is right when it passes tests, and this row has none"
@@ -287,6 +297,7 @@ def _named(program: str, solution: str) -> str:
     names, wanted = (
         re.findall(r"^def (\w+)", text, re.MULTILINE) for text in (program, solution)
     )
+    # Nothing to name where one of them defines none, or the name is there.
     known = not names or not wanted or wanted[-1] in names
     return program if known else f"{program}\n{wanted[-1]} = {names[-1]}\n"
 
@@ -300,7 +311,9 @@ def _encoded(
     check_alike(list(bank.values()))
     if not shots:
         refuse("E-KSHOT", "have 0 annotated rows, need at least K = 1")
+    # Without a limit, which would leave shots out: too long ones are refused below.
     items = list(encode(shots, tokenizer, max_length=sys.maxsize))
+    # A pack's own mask takes the place of the model's, with its sliding window.
     most = min(
         longest(model), getattr(model.config, "sliding_window", None) or sys.maxsize
     )
@@ -348,15 +361,19 @@ def _nats(
         t.to(head.device) for t in (pack.tokens, pack.positions, pack.seen)
     )
     answers = Answers(*(part.to(head.device) for part in pack.answers))
+    # Added to the scores of attention: 0 where a token is seen, else minus infinity.
     mask = torch.zeros(seen.shape, dtype=head.dtype, device=head.device)
     with trimmed(model, loras, len(ids), answers.readers.unique()):
+        # The decoder alone: the head is for the answers' readers, in `bank_scoring`.
         hidden = decoder(
             input_ids=ids.expand(loras, -1),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
             attention_mask=mask.masked_fill_(~seen, -torch.inf)[None, None],
-        ).last_hidden_state
+        ).last_hidden_state  # [N, T, D]
+    # Eq. 1 and 2, their exponent: -sum_i log P(y_i | x, y_<i), [N, S].
     nats = bank_scoring(hidden, head, answers)
+    # As released the mean over the |y| tokens; as printed the sum.
     reduced = {"mean": nats / answers.lengths, "sum": nats}
     return reduced[reduction].cpu().numpy()
 
@@ -374,12 +391,13 @@ class Pack(NamedTuple):
 def packs(items: Sequence[Item], limit: int) -> list[Pack]:
     """Pack samples that begin alike together, up to a limit of tokens; longer ones alone."""
     groups: list[list[int]] = []
-    before: list[int] = []
-    size = limit  # of the group at hand: the first sample begins one
+    before: list[int] = []  # tokens of the sample before
+    size = 0  # of the group at hand, in tokens
+    # In the order of their tokens, so samples that begin alike are neighbours.
     for line in sorted(range(len(items)), key=lambda line: items[line]["input_ids"]):
-        ids = items[line]["input_ids"][:-1]
-        fresh = len(ids) - _shared(before, ids)
-        if size + fresh > limit:
+        ids = items[line]["input_ids"][:-1]  # the last token predicts nothing
+        fresh = len(ids) - _shared(before, ids)  # tokens that it adds to the tree
+        if not groups or size + fresh > limit:
             groups.append([])
             size = 0
             fresh = len(ids)
@@ -391,7 +409,7 @@ def packs(items: Sequence[Item], limit: int) -> list[Pack]:
 
 def _pack(items: Sequence[Item], lines: list[int]) -> Pack:
     """Grow the tree sample by sample: what a sample shares with the one before it stands there."""
-    # Of each token of the tree: what it is, its place in its samples, and the token before it.
+    # Of each token of the tree: its id, its place in its samples, the token before it.
     tokens: list[int] = []
     positions: list[int] = []
     parents: list[int] = []
@@ -411,11 +429,13 @@ def _pack(items: Sequence[Item], lines: list[int]) -> Pack:
             path = [*path, len(tokens)]
             tokens.append(ids[place])
             positions.append(place)
+        # The token at place i predicts that at i + 1.
         readers += path[first - 1 :]
         targets += ids[first:]
         lengths.append(len(ids) - first)
         before = ids[:-1]
-    seen = np.eye(len(tokens), dtype=bool)
+    seen = np.eye(len(tokens), dtype=bool)  # [T, T]
+    # What its parent sees and itself; a parent comes first, so its row is done.
     for token, parent in enumerate(parents):
         seen[token] |= seen[parent]
     answers = Answers(
@@ -445,6 +465,7 @@ class Products(TorchFunctionMode):
         if func is not F.linear or kwargs or args[0].device.type != "cpu":
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, None)[:3]
+        # [rows, D] @ [D, O]
         y = product(x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])
         return y if bias is None else y.add_(bias)
 
@@ -462,19 +483,23 @@ def trimmed(
     shared, ends = spared(model)
 
     def filled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        # [N, places, O] to [N, T, O].
         return output.new_zeros(loras, tokens, output.shape[-1]).index_copy_(
             1, places, output
         )
 
     def spread(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        # [1, T, O] to [N, T, O]; a part with LoRAs has N rows already, by their hook.
         return output.expand(loras, -1, -1)
 
     with ExitStack() as hooks:
+        # All rows are the same tokens, and alike until the first LoRA: one will do.
         for part in shared:
             hooks.enter_context(
                 part.register_forward_pre_hook(lambda _, args: args[0][:1])
             )
             hooks.enter_context(part.register_forward_hook(spread))
+        # Behind the last keys and values no place reads another: zeros will do there.
         for part in ends:
             hooks.enter_context(
                 part.register_forward_pre_hook(lambda _, args: args[0][:, places])
@@ -488,6 +513,7 @@ def spared(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     layers = anatomy(model).layers
     first = layers[0]
     last = layers[-1]
+    # Of the last layer not k_proj and v_proj: the places see keys and values of all T.
     shared = [
         getattr(first.attention, name, None) for name in ("q_proj", "k_proj", "v_proj")
     ]

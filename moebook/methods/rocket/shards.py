@@ -100,6 +100,7 @@ def choose(
     files = _listed(Path(folder))
     about = (shots.tobytes(), str(shots.dtype), config, encoder, prompt, seed)
     load = partial(rocket.augment.encoder, encoder, prompt=prompt, device=engine.device)
+    # A shard's numbers depend on how many rows come before it, and so does its name.
     tasks = [
         {
             "name": _named(path.stem, [path], start, about),
@@ -116,6 +117,7 @@ def choose(
         refuse(
             "E-DATA", f"{folder}: none of {files[-1][2]} open rows can be drawn; {why}"
         )
+    # No more rows than the budget: all are drawn again, and Alg. 2 goes on from line 4.
     chosen = rocket.augment.choose(shots, [_vectors(drawn, shots)], config, seed=seed)
     numbers = drawn["index"].to_numpy()
     return Augmentation(
@@ -181,12 +183,14 @@ def score(
     make = partial(_scoring, paths[0], base, list(shots), config, engine.device)
     parts = [pq.read_table(path) for path in _done(tasks, make, Path(to), engine)]
     whole = pa.concat_tables(parts).to_pandas().set_index("name")
+    # Within a group `bank.check` finds them; those of two groups show here.
     twins = list(whole.index[whole["digest"].duplicated(keep=False)])
     if twins:
         refuse(
             "E-BANK",
             f"'{twins[0]}' is the same LoRA as another of {twins[1:4]}: remove one",
         )
+    # A line holds a LoRA's K values: [N, K].
     frames = (
         pd.DataFrame(np.stack(whole[kind]), whole.index) for kind in Scored._fields
     )
@@ -198,8 +202,10 @@ def select(
 ) -> rocket.choose.Selection:
     """Choose experts of a scored bank (Alg. 1), of which only the M candidates are read."""
     scores = rocket.score.scores(scored.reasoning, scored.solved)
+    # Alg. 1 up to line 6, which reads no similarity: zeros will do.
     blank = pd.DataFrame(0.0, scores.index, scores.index)
     ranked = rocket.choose.select(scores, blank, config).candidates
+    # All of it, with the M candidates' own cosines.
     base = fingerprint(model)
     names = ranked.index[ranked["candidate"]]
     members = {name: loras.read(Path(folder) / name, model, base) for name in names}
@@ -219,6 +225,8 @@ def _drawing(
     reader = load() if load else None
 
     def work(task: Task) -> bytes:
+        # `augment.draw` takes one number a row: the shard begins where one stream of
+        # all shards would be, with the generator that `default_rng` makes.
         random = np.random.PCG64(seed)
         random.advance(start := int(task["start"]))
         with _opened(task["path"]) as file:
@@ -227,6 +235,7 @@ def _drawing(
                 shots, stream, config, budget, np.random.Generator(random)
             )
         vectors = pa.array(drawn.vectors.numpy().ravel())
+        # [C, D] as a column of lists.
         lists = pa.FixedSizeListArray.from_arrays(vectors, shots.shape[1])
         key = drawn.key.double().numpy()
         return _packed(
@@ -271,7 +280,9 @@ def _largest(paths: Sequence[Path], budget: int) -> pa.Table | None:
     for path in paths:
         part = pq.read_table(path)
         held = pa.concat_tables([held, part]) if held else part
+        # Of equal keys the earlier row stays, as in `kernels.similarity.largest`.
         held = held.sort_by([("key", "descending"), ("index", "ascending")])[:budget]
+    # As in a stream, whose order settles ties in `augment.choose`.
     return held and held.sort_by("index")
 
 
@@ -316,6 +327,7 @@ class _Actor:
     """What a worker is: it makes its work at its first task, and returns what is wrong."""
 
     def __init__(self, make: Callable[[], Work]) -> None:
+        # Made once, since that loads an encoder or a base.
         self.make = cache(make)
 
     def __call__(self, task: Task) -> dict[str, Any]:
@@ -324,6 +336,7 @@ class _Actor:
         try:
             return outcome | {"content": self.make()(task)}
         except (Refusal, OSError) as error:
+            # Returned, not raised: other tasks go on and are kept.
             return outcome | {
                 "problem": str(told(error) if isinstance(error, OSError) else error)
             }
@@ -343,6 +356,7 @@ def _done(
         else:
             storage.write(to / outcome["name"], outcome["content"])
     if problems:
+        # The least, whatever was done first: the same call tells the same problem.
         code, _, text = min(problems).partition(": ")
         kept = f"{len(tasks) - len(problems)} of {len(tasks)} parts are kept in {to}"
         refuse(code, f"{text}; {kept}: mend it and give the same call again")
@@ -391,6 +405,7 @@ def _listed(folder: Path) -> list[tuple[Path, int, int]]:
         series = re.fullmatch(r"(.*)-(\d+)-of-(0*[1-9]\d*)", path.stem)
         if series:
             name, number, size = series.groups()
+            # Behind the last comes the first, so whichever is missing, one lacks it.
             after = f"{name}-{(int(number) + 1) % int(size):0{len(number)}}-of-{size}.parquet"
             if not (folder / after).exists():
                 refuse("E-SHARD", f"{folder / after} is missing; bring it back")
