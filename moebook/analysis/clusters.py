@@ -43,15 +43,17 @@ def purity(
     """
     tensors = {"points": (points, "L S D"), "labels": (labels, "S", "real")}
     shapes("purity", tensors, empty="")
+    # K-means compares squared distances, which overflow before the points do.
     if not points.float().square().sum(-1).isfinite().all():
         far = "points are too far from 0 for their distances: scale them"
         refuse("E-NONFINITE", f"purity: {far}")
-    domains = labels.unique(return_inverse=True)[1].numpy()
+    domains = labels.unique(return_inverse=True)[1].numpy()  # [S], from 0 on
     sizes = np.bincount(domains)
     rows = []
     for layer, vectors in enumerate(points.float().numpy()):
         kmeans = KMeans(len(sizes), n_init=4, random_state=seed)
         table = pd.crosstab(kmeans.fit_predict(vectors), domains)  # clusters by domains
+        # Purity: sum over clusters of the points of their main domain, over S.
         pure = float(table.max(axis=1).sum()) / len(domains)
         rows.append((layer, pure, float(sizes.max()) / len(domains)))
     return pd.DataFrame(rows, columns=["layer", "purity", "largest"])
@@ -69,7 +71,7 @@ def project(
     "hyperbolic space" is not in its figure.) PCA spares the 13 seconds (measured) for
     which UMAP compiles in every process.
     """
-    fewest = NEIGHBOURS + 1 if method == "umap" else 2
+    fewest = NEIGHBOURS + 1 if method == "umap" else 2  # a point and its neighbours
     sizes = shapes(method, {"points": (points, "L S D")}, empty="")
     if sizes["S"] < fewest or sizes["D"] < 2:
         shape = f"{tuple(points.shape)}, expected [L, S >= {fewest}, D >= 2]"
@@ -79,8 +81,9 @@ def project(
     planes = []
     try:
         for layer in points.float().numpy():
-            plane = fit(layer)
+            plane = fit(layer)  # [S, 2]
             plane = plane - plane.mean(axis=0)
+            # One factor for both axes: shapes and angles stay.
             planes.append(plane / max(float(np.abs(plane).max()), 1e-12))
     finally:
         # Numba, started by UMAP, sets OpenMP's threads and so torch's.
@@ -104,6 +107,7 @@ def panels(
     indices("panels", "labels", labels, len(names))
     if len(set(names)) < len(names):
         refuse("E-RANGE", f"panels: two groups have one name: {', '.join(names)}")
+    # A set: with one or two layers they coincide.
     layers = sorted({0, len(points) // 2, len(points) - 1})
     planes = project(points[layers], method, seed=seed)
     layouts = {}
@@ -118,7 +122,8 @@ def panels(
 def _umap(seed: int) -> Callable[[Plane], Plane]:
     """Import UMAP here and not above: it compiles for seconds, even if PCA is asked."""
     with warnings.catch_warnings(), extra("notebook", "the projection 'umap'"):
-        # That TensorFlow, an option, is absent.
+        # UMAP warns where TensorFlow, which it can do without, is absent.
         warnings.simplefilter("ignore", ImportWarning)
         from umap import UMAP
+    # With a seed it takes one thread, and would warn of that unless it is asked to.
     return UMAP(n_neighbors=NEIGHBOURS, random_state=seed, n_jobs=1).fit_transform

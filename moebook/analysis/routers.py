@@ -42,6 +42,7 @@ def logit_scale(logits: Tensor) -> float:
     A number without unit: the larger, the surer the router.
     """
     shapes("logit_scale", {"logits": (logits, "... T E")}, empty="")
+    # sqrt(mean over tokens of the variance over experts).
     centred = logits.double() - logits.double().mean(-1, keepdim=True)
     return float(centred.square().mean().sqrt())
 
@@ -59,20 +60,22 @@ class _Totals:
         """Add the tokens of a batch."""
         logs = decision.logits.double().log_softmax(-1)  # [T, E]
         self.tokens += len(logs)
+        # A scale is a root mean square: its square times the tokens adds up.
         squares = logit_scale(decision.logits) ** 2 * len(logs)
         self.squares += float(np.float32(squares))  # as in all recorded runs
         entropies = -(logs.exp() * logs).sum(-1)  # [T], sum -p ln p
         self.nats += float(entropies.sum())
-        ids = decision.ids.flatten()
+        ids = decision.ids.flatten()  # [T * K]
         self.slots = self.slots + torch.bincount(ids, minlength=logs.shape[1])
 
     def row(self) -> dict[str, float]:
         """Means over tokens, entropies as shares of that of an even choice."""
-        share = self.slots / self.slots.sum()
-        even = math.log(max(len(share), 2))
+        share = self.slots / self.slots.sum()  # [E]
+        even = math.log(max(len(share), 2))  # ln E; that of one expert would be 0
         return {
             "scale": math.sqrt(self.squares / self.tokens),
             "entropy": self.nats / self.tokens / even,
+            # Sum -s ln s over ln E; xlogy gives 0, not NaN, for an unused expert.
             "load_entropy": float(-torch.special.xlogy(share, share).sum()) / even,
             "largest": float(share.max()),
         }
@@ -115,6 +118,7 @@ def gradients(model: nn.Module, batch: Mapping[str, Any]) -> pd.DataFrame:
     layers = sparse_layers(model)
     weights = [_trained(layer.router) for layer in layers]
     every = list(chain.from_iterable(weights))
+    # One backward pass for all layers; its norms come in the order of `every`.
     norms = iter(_gradients(model, batch, every))
     rows = []
     for layer, of_router in zip(layers, weights, strict=True):
@@ -155,6 +159,7 @@ def _gradients(
     inputs = send_to_device(batch, next(model.parameters()).device)
     with evaluating(model), torch.enable_grad():
         loss = model(**inputs).loss
+        # Writes no .grad; a weight that the loss does not depend on gives None.
         grads = torch.autograd.grad(loss, weights, allow_unused=True)
     return [0.0 if grad is None else float(grad.norm()) for grad in grads]
 
@@ -182,8 +187,8 @@ def activated(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> Tens
         layers = []
         for decision in decisions:
             none = torch.zeros_like(decision.logits)  # [T, E]
-            layers.append(none.scatter(1, decision.ids, 1).bool())
-        sets.append(torch.stack(layers))
+            layers.append(none.scatter(1, decision.ids, 1).bool())  # true at the chosen
+        sets.append(torch.stack(layers))  # [L, T, E]
     if not any(tokens.shape[1] for tokens in sets):
         missing = "no tokens to see experts activated by"
         refuse("E-DATA", f"{missing}: give at least one batch")
@@ -212,10 +217,11 @@ def consistency(checkpoints: Each[Tensor]) -> pd.DataFrame:
     shapes("consistency", tensors, empty="")
     scores = []
     for before, after in combinations(checkpoints, 2):
-        # Jaccard's index of a token's experts before and after: those in both over those in either.
+        # Sec. 5.3.3, Jaccard's index of a token's experts before and after: those in
+        # both over those in either.
         both = (before & after).sum(-1).double()  # [L, T]
         either = (before | after).sum(-1)
-        scores.append((both / either).mean(-1))
+        scores.append((both / either).mean(-1))  # [L]
     means = torch.stack(scores).mean(0)  # [L]
     return pd.DataFrame({"layer": range(len(means)), "consistency": means.tolist()})
 

@@ -33,6 +33,7 @@ def _whole(frame: pd.DataFrame) -> pd.DataFrame:
     """Refuse shares of which some are missing, twice there or no shares of a whole."""
     of_router = frame.groupby(KEYS)
     expected = of_router.domain.nunique() * of_router.expert.nunique()
+    # A line that stands twice would hide one that is missing.
     twice = frame.duplicated([*KEYS, "domain", "expert"])
     if (of_router.size() != expected).any() or twice.any():
         once = "expected each expert of a router once for each domain"
@@ -79,7 +80,7 @@ def shares(
         slots = {router: torch.zeros(len(router.weight)).double() for router in modules}
         for batch in of_domain:
             for router, decision in observe(model, watched, batch).items():
-                ids = decision.real().ids.flatten().cpu()
+                ids = decision.real().ids.flatten().cpu()  # [T * K]
                 slots[router] += torch.bincount(ids, minlength=len(router.weight))
         for router, counts in slots.items():
             total = counts.sum()
@@ -99,7 +100,8 @@ def load(frame: Shares) -> pd.DataFrame:
     (1 uniform; at least ln K over ln E), and ``largest``, the largest share of one
     expert (1/E to 1/K).
     """
-    share = _over_domains(frame, KEYS)
+    share = _over_domains(frame, KEYS)  # routers by experts
+    # Sum -s ln s over ln E, where 0 ln 0 counts as 0.
     logs = np.log(share.where(share > 0, 1.0))
     uniform = max(np.log(share.shape[1]), 1e-12)  # of a single expert it would be 0
     entropy = -(share * logs).sum(axis=1) / uniform
@@ -125,7 +127,9 @@ def specialisation(frame: Shares) -> pd.DataFrame:
     shares.
     """
     wide = frame.pivot(index=[*KEYS, "domain"], columns="expert", values="share")
+    # Each domain counts alike in the mean, however much text it has.
     average = wide.groupby(level=KEYS).transform("mean")
+    # Total variation: 1/2 sum_e |s_e - mean s_e|.
     distance = (wide - average).abs().sum(axis=1) / 2
     return distance.rename("distance").reset_index()
 
@@ -144,7 +148,9 @@ def contrast(shares: Shares, one: str, other: str) -> tuple[float, float]:
         refuse_unknown(name, set(shares.domain), "E-NAME", message)
     wide = shares.pivot(index=KEYS, columns=["domain", "expert"], values="share")
     gap = wide[one] - wide[other]  # routers by experts
+    # Table 7 averages over layers first: 1/2 sum_e |mean_l (s_le - s'_le)|.
     averaged = gap.mean().abs().sum() / 2
+    # By router: 1/2 sum_e |s_le - s'_le|.
     by_router = gap.abs().sum(axis=1) / 2
     return float(averaged), float(by_router.mean())
 
@@ -153,12 +159,13 @@ def contrast(shares: Shares, one: str, other: str) -> tuple[float, float]:
 def panels(shares: Shares, most: Count = 4) -> dict[str, pd.DataFrame]:
     """Arrange `shares` for heat maps, domains by experts, of ``most`` layers."""
     last = int(shares.layer.max())
-    # From the first to the last.
+    # Evenly spaced, from the first layer on.
     count = min(most, last + 1)
     layers = set(np.linspace(0, last, count).astype(int))
     tables = {}
     for layer, of_layer in shares.groupby("layer"):
         if layer in layers:
+            # Where a layer has several routers, the mean of their shares.
             table = of_layer.pivot_table(
                 index="domain", columns="expert", values="share"
             )

@@ -54,13 +54,17 @@ class Flops(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         name = func._overloadpacket.__name__
+        # PyTorch's own formula of the op, if it has one.
         if packet in flop_registry:
             self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
         elif name == ATTENTION:
+            # Query, key and value.
             self.total += sdpa_flop_count(*(part.shape for part in args[:3]))
         elif name == f"{ATTENTION}_backward":
+            # The output's gradient, then the same three.
             self.total += sdpa_backward_flop_count(*(part.shape for part in args[:4]))
         elif name == "_linear_pointwise":
+            # x [..., I] by a weight [O, I]: 2 I O FLOPs a row.
             self.total += 2 * args[0].numel() * args[1].shape[0]
         return result
 
@@ -81,8 +85,10 @@ def price(
         batch = batches[step]
         rows, length = batch["input_ids"].shape
         kept = len(batch["logits_to_keep"])
+        # B T, B T^2 and B P, with P the places whose logits are needed.
         return np.array([rows * length, rows * length**2, rows * kept], dtype=float)
 
+    # FLOPs = sizes @ factors, [PROBED, 3] @ [3], by least squares.
     flops = [measured(model, [batches[step]], penalty) for step in range(PROBED)]
     factors, *_ = np.linalg.lstsq(np.stack([*map(sizes, range(PROBED))]), flops)
     return lambda step: float(sizes(step) @ factors)
@@ -95,6 +101,7 @@ def measured(
     device = next(model.parameters()).device
     training = model.training
     model.train()
+    # Dropout draws, but what the caller draws next stays the same.
     with Flops() as counted, torch.random.fork_rng(), plain(model):
         for batch in batches:
             check_batch("measured", model, batch, needs=["labels"])
@@ -124,11 +131,13 @@ def affordable(cost: Price, budget: float) -> tuple[int, float]:
 
     steps = 1
     spent = of_step(0)
+    # Else the loop below would hardly end.
     if budget > MOST * spent:
         refuse(
             "E-RANGE",
             f"budget is {budget}, it buys more than {MOST:,} steps of {spent}",
         )
+    # A step brings the sum nearer to the budget if at least half of it fits.
     while spent + of_step(steps) / 2 <= budget:
         spent += of_step(steps)
         steps += 1

@@ -50,7 +50,7 @@ def route(model: nn.Module, start: Start) -> nn.Module:
             f"the start is of {len(start.weights)} layers, the model has {layers}",
         )
     for router in mnn.routers(model):
-        weight = start.weights[router.layer]
+        weight = start.weights[router.layer]  # [E, D]
         if weight.shape != router.weight.shape:
             shapes = (
                 f"{tuple(weight.shape)} for a router of {tuple(router.weight.shape)}"
@@ -65,7 +65,8 @@ class AsAdapters(NamedTuple):
 
     down: Tensor  # [L, N, D, 2 R]
     up: Tensor  # [L, N, 2 R, D]
-    explained: Tensor  # [L, N] share of the variance of A f that h tells, on the batches' tokens
+    # [L, N] share of |A f|^2 that h C explains, over the batches' tokens.
+    explained: Tensor
 
 
 @torch.no_grad()
@@ -97,14 +98,17 @@ def as_adapters(
         f = seen[layer][0].double()  # [T, F]
         h = seen[layer][1].double()  # [T, D]
         path = paths[end]
-        read = torch.stack([f @ lora.down[path].to(f).T for lora in loras])  # [N, T, R]
-        fit = torch.linalg.lstsq(h.expand(len(loras), -1, -1), read).solution
-        rest = (read - h @ fit).square().sum((1, 2))  # fit is C: [N, D, R]
-        explained.append(1 - rest / read.square().sum((1, 2)))
-        # s B': [N, R, D].
-        write = torch.stack([lora.scale * lora.up[path].to(f).T for lora in loras])
-        down.append(torch.cat([fit, -fit], 2).float())
-        up.append(torch.cat([write, -write], 1).float())
+        a_f = torch.stack([f @ lora.down[path].to(f).T for lora in loras])  # [N, T, R]
+
+        # C minimises |h C - A f|^2.
+        c = torch.linalg.lstsq(h.expand(len(loras), -1, -1), a_f).solution  # [N, D, R]
+        missed = (a_f - h @ c).square().sum((1, 2))  # [N]
+        explained.append(1 - missed / a_f.square().sum((1, 2)))
+
+        # gelu(h C) s B' - gelu(-h C) s B' = h C s B'.
+        s_b = torch.stack([lora.scale * lora.up[path].to(f).T for lora in loras])
+        down.append(torch.cat([c, -c], 2).float())  # V = [C, -C], [N, D, 2R]
+        up.append(torch.cat([s_b, -s_b], 1).float())  # U = s [B', -B'], [N, 2R, D]
     return AsAdapters(torch.stack(down), torch.stack(up), torch.stack(explained))
 
 
@@ -120,6 +124,7 @@ def _through(
     masks: list[Tensor] = []
 
     def see(layer: int, arguments: tuple[Any, ...], output: Tensor) -> None:
+        # The running batch's real tokens: [B, T, F] to [t, F], [B, T, D] to [t, D].
         entering[layer].append(arguments[0][masks[-1]])
         leaving[layer].append(output[masks[-1]])
 
@@ -180,6 +185,7 @@ def only(model: nn.Module, selection: Selection) -> nn.Module:
 def trained(model: nn.Module) -> int:
     """Count the parameters that train."""
     chosen = [part for part in model.modules() if isinstance(part, ChosenRows)]
+    # Adapters require a gradient as one tensor, also for the rows that stay.
     return count(model, trained=True) - sum(part.idle for part in chosen)
 
 
@@ -205,11 +211,12 @@ def by_expert(
     shapes("by_expert", {"nats": (chosen.to_numpy(), "N K", "real")}, empty="")
     if not np.isfinite(chosen.to_numpy()).all():
         refuse("E-NONFINITE", "by_expert: nats hold NaN or infinity")
-    lag = (chosen - chosen.min()).to_numpy()
-    best = lag.argmin(0)
+    lag = (chosen - chosen.min()).to_numpy()  # [N, K] nats behind the best
+    best = lag.argmin(0)  # [K]
     dealt: dict[str, list[int]] = {}
     for place, name in enumerate(experts):
         own = np.flatnonzero(best == place).tolist()
+        # No group stays empty: its centroid is where the router's row starts.
         dealt[name] = own or [int(lag[place].argmin())]
     return dealt
 
@@ -231,6 +238,7 @@ def beside_experts(
         made = mnn.Adapters(
             host.hidden, experts, width, dropout=0.1, **beside(router.weight)
         )
+        # The whole MoE block in the place of PESC's shared FFN.
         return mnn.AdapterMoE(layer.mlp, router, made)
 
     graft(host, layers, build, experts=experts, top_k=top_k)

@@ -69,6 +69,7 @@ def transfer(
 
 def stored(model: nn.Module, base: nn.Module) -> int:
     """Bytes of the tensors that the base does not hold: what is kept for this arm beside it."""
+    # By content: whatever it is called, what equals a tensor of the base is not kept.
     known = {_digest(tensor) for tensor in base.state_dict().values()}
     added = {_digest(part): part.nbytes for part in model.state_dict().values()}
     for part in model.modules():
@@ -99,6 +100,7 @@ def _write(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
                 **inputs, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False
             )
         seconds.append(timed.seconds)
+    # The difference leaves out what both take: the prompts and the first token.
     return (seconds[1] - seconds[0]) / (WRITTEN - 1)
 
 
@@ -118,6 +120,7 @@ def costs(
     batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in first.items()}
     prompts = {key: batch[key][:8, :16] for key in ("input_ids", "attention_mask")}
     times: dict[str, list[list[float]]] = {name: [] for name in models}
+    # All arms in each turn: what slows the machine for a while slows all of them.
     for turn in range(TURNS):
         for name, model in models.items():
             recipe: dict[str, Any] = {

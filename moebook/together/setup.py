@@ -96,6 +96,7 @@ class Setup:
     @cached_property
     def inputs(self) -> up.representations.Representations:
         """What routers read, by domain, on the first rows: decides the length of a start."""
+        # `mixed` is shuffled: its first rows are a sample of all tasks.
         return self.represent("ffn_input", grouped(self.mixed[:256]))
 
     def represent(self, tensor: Any, groups: Mapping[str, Sequence[Any]]) -> Any:
@@ -118,6 +119,7 @@ class Setup:
         else:
             states = self.represent("attention_output", {"all": self.mixed[:512]})
             start = up.crsu(states, experts, seed=self.seed)
+        # A logit scale of 1 for each kind: none starts surer of its choices.
         return up.scaled(start, "matched", inputs=self.inputs)
 
     def as_adapters(self, loras: Sequence[Lora]) -> combining.AsAdapters:

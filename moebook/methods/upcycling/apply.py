@@ -44,17 +44,20 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     """
     host = anatomy(model)
     layers = dense_layers(host, config.layers, "upcycling")
+    # Of the dense weights, so before a layer is replaced.
     base = checkpoint.fingerprint(model)
     start = su(model, config.experts, seed=config.seed) if start is None else start
-    checkpoint.check_base("the start", start.base or base, base)
+    checkpoint.check_base("the start", start.base or base, base)  # SU's fits any
     shape = tuple(start.weights.shape)
+    # A start has rows for all L layers, also for those that stay dense.
     expected = (len(host.layers), config.experts, host.hidden)
     if shape != expected:
         refuse(
             "E-SHAPE", f"the router start is {shape}, expected [L, E, D] = {expected}"
         )
     _check_factors(config, start)
-    # A norm divides what it reads by its size, and with it a weight that is the only one.
+    # A norm divides what it reads by its size, and so cancels a weight that is the
+    # only one.
     cancelling = normed(host, layers) if config.top_k == 1 < config.experts else []
     if cancelling:
         why = f"norms follow the FFNs of layers {cancelling}, so that a token's only weight cancels"
@@ -86,7 +89,7 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     """Restore a saved model onto its dense base, in place and bit for bit, after all checks."""
 
     def restore(model: nn.Module, made_from: Origin) -> dict[str, nn.Parameter]:
-        # What was drawn is in the checkpoint.
+        # The file holds noise, factors and routers, so none is drawn or set here.
         config = replace(made_from.config, noise=0.0)
         host = anatomy(model)
         layers = dense_layers(host, config.layers, "upcycling")
@@ -111,6 +114,8 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
     even, and alpha * N where one expert takes all.
     """
     weight = checkpoint.origin(model, Origin).config.balance_weight
+    # Eq. 3, a term a layer: alpha * N * sum_i f_i P_i, with N = E. Eq. 4: in f a token
+    # counts once, for its argmax, which is the first of its K choices.
     return weight * balance(mnn.routers(model), attention_mask, first=True)
 
 
@@ -130,13 +135,17 @@ def _install(
     def build(layer: Layer, router: mnn.Router) -> nn.Module:
         experts = mnn.Experts(layer.mlp, config.experts)
         if config.noise:
+            # A seed a layer: layers of one shape would else get the same noise.
             _disturb(experts, config.noise, config.seed + layer.index)
         with torch.no_grad():
             if factors is not None:
+                # Eq. 2 times the layer's factor: the last product is linear, so it can
+                # go into its weights, [E, D, F].
                 experts.down_proj.mul_(factors[layer.index].to(experts.down_proj))
-            router.weight.copy_(weights[layer.index])
+            router.weight.copy_(weights[layer.index])  # [E, D], W_r of Eq. 1
         return mnn.ExpertMoE(router, experts)
 
+    # What "scaled" adds to Eq. 2 is in the experts: the router combines by Eq. 2.
     rule = "probability" if config.combine == "scaled" else config.combine
     how = {"experts": config.experts, "top_k": config.top_k, "combine": rule}
     graft(host, layers, build, **how)
@@ -146,6 +155,7 @@ def _install(
 def _disturb(experts: mnn.Experts, noise: float, seed: int) -> None:
     """Add Gaussian noise, drawn on the CPU, of ``noise`` times each dense tensor's deviation."""
     generator = torch.Generator().manual_seed(seed)
+    # [E, 2F, D] and [E, D, F]: each expert gets a draw of its own.
     for weight in (experts.gate_up_proj, experts.down_proj):
         drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
         deviation = weight[0].float().std().item()  # all experts are still copies

@@ -66,16 +66,17 @@ class Config:
 RULES: tuple[Rule, ...] = ("renormalised", "scaled")
 # Experts, start, and the length of its rows; "" is the length that was asked for.
 MAIN: dict[str, tuple[int, str, Length | Literal[""]]] = {
-    "dense": (1, "", ""),
-    "su": (2, "random", ""),
-    "trsu": (2, "trsu", ""),
-    "su4": (4, "random", ""),
-    "crsu": (4, "crsu", ""),
-    "trsu3": (3, "trsu3", ""),
-    "crsu2": (2, "crsu", ""),
-    "su8": (8, "random", ""),
-    "crsu8": (8, "crsu", ""),
+    "dense": (1, "", ""),  # Tables 1 and 2
+    "su": (2, "random", ""),  # Tables 1, 6 and 7
+    "trsu": (2, "trsu", ""),  # Tables 1, 3 and 7
+    "su4": (4, "random", ""),  # Tables 2, 5 and 6
+    "crsu": (4, "crsu", ""),  # Tables 2 and 4 to 6
+    "trsu3": (3, "trsu3", ""),  # Table 3
+    "crsu2": (2, "crsu", ""),  # Tables 4 and 6
+    "su8": (8, "random", ""),  # Table 6
+    "crsu8": (8, "crsu", ""),  # Tables 4 and 6
 }
+# The pairs of Tables 1 and 2 once more, under each of the rules.
 _RULED = product(RULES, ("su", "trsu", "su4", "crsu"))
 MAIN |= {f"{name}_{rule}": MAIN[name] for rule, name in _RULED}
 LABORATORY: dict[str, tuple[int, str, Length | Literal[""]]] = {
@@ -127,16 +128,19 @@ def arms(
         lab = name in LABORATORY
         led = name in LED
         last = parts[0] if lab else steps
+        # The dense arm has no routing to watch.
         watched = thirds(last) if start else ()
         if led:
+            # The laboratory's arms, compared with these, end after a quarter.
             watched += thirds(parts[0])
-        *_, end = name.split("_")
+        # "crsu_scaled" ends on a rule, "crsu_matched" on none.
+        named = name.rpartition("_")[2]
         table[name] = Arm(
             path=f"lab/{name}" if lab else name,
             experts=experts,
             start=start,
             length=fixed or length,
-            combine=end if end in RULES else combine,
+            combine=named if named in RULES else combine,
             steps=last,
             scored=parts if led else (last,),
             watched=watched,
@@ -159,6 +163,7 @@ def doublings(steps: Count) -> tuple[int, ...]:
 @checked
 def quarters(steps: Count) -> dict[int, int]:
     """Return the steps after which 25, 50, 75 and 100 per cent of a training are done."""
+    # A training of fewer than 4 steps has no whole quarter: it counts as one step.
     return {part: max(1, steps * part // 100) for part in (25, 50, 75, 100)}
 
 

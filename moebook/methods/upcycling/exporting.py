@@ -99,6 +99,7 @@ def _problem(model: PreTrainedModel, config: Config, form: str) -> str | None:
     if form != "mixtral":
         window = getattr(model.config, "sliding_window", None)
         return f"would lose the host's sliding window of {window}" if window else None
+    # With K = E the probabilities sum to 1: Eq. 2 is Mixtral's rule.
     if config.combine != "renormalised" and config.top_k < config.experts:
         return f"always renormalises, this model combines by '{config.combine}': use 'qwen2_moe'"
     if any(layer.kind == "dense" for layer in anatomy(model).layers):
@@ -126,10 +127,11 @@ def _configuration(
     dense = [layer.index for layer in anatomy(model).layers if layer.kind == "dense"]
     values["num_experts"] = config.experts
     values["moe_intermediate_size"] = source.intermediate_size
-    values["norm_topk_prob"] = config.combine == "renormalised"
+    values["norm_topk_prob"] = config.combine == "renormalised"  # else Eq. 2's
     values["mlp_only_layers"] = dense
     if form == "qwen2_moe":
         values["qkv_bias"] = source.model_type == "qwen2"
+        # The family wants one: this is the smallest, and `_twin` gives it weights 0.
         values["shared_expert_intermediate_size"] = 1
     return AutoConfig.for_model(form, **values)
 
@@ -138,13 +140,16 @@ def _configuration(
 def _twin(model: PreTrainedModel, form: str, config: Config) -> PreTrainedModel:
     """Return the same weights as a model of the form's family, without copying them."""
     configuration = _configuration(model, config, form)
+    # On meta, as its weights are the model's own: `assign` puts them in.
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(configuration, dtype=model.dtype).eval()
+    # Experts have the same names and shapes there; the router is called `gate`.
     state = {
         name.replace(".mlp.router.", ".mlp.gate."): tensor.to(model.dtype)
         for name, tensor in model.state_dict().items()
     }
     for name, part in twin.state_dict().items():
+        # A shared expert of weights 0 adds nothing, whatever its gate says.
         if ".shared_expert" in name:
             state[name] = torch.zeros(
                 part.shape, dtype=model.dtype, device=model.device
@@ -170,7 +175,7 @@ def _compare(model: PreTrainedModel, twin: nn.Module) -> None:
             each(input_ids=ids).logits.double() for each in (model, twin)
         )
     error = float((logits - expected).norm() / expected.norm().clamp(min=1e-12))
-    if not error <= AGREE.get(model.dtype, 0.1):
+    if not error <= AGREE.get(model.dtype, 0.1):  # NaN is refused too
         ours = type(model).__name__
         theirs = type(twin).__name__
         refuse("E-FORM", f"the logits of {theirs} differ from {ours}'s by {error:.1e}")

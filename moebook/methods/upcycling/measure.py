@@ -59,7 +59,9 @@ def step_zero(
     rules: tuple[Rule, ...] = ("renormalised", "probability")
     for rule, k, (name, start) in product(rules, (1, 2), starts.items()):
         config = Config(experts=start.weights.shape[1], top_k=k, combine=rule)
+        # A copy each, since a model is upcycled in place.
         model = upcycle(deepcopy(dense).requires_grad_(True), config, start)
+        # The norm of the layers' norms is that over all routers together.
         norm = np.linalg.norm(gradients(model, batch).gradient)
         rows[rule, k, name] = {
             "loss": model(**batch).loss.item() - dense_loss,
@@ -79,6 +81,7 @@ def behind_norms() -> pd.DataFrame:
     ids = torch.arange(48).view(3, 16)
     batch = {"input_ids": ids, "labels": ids}
     lines = {}
+    # W-ROUTER would say beforehand what is measured here.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         for family in FAMILIES:
             torch.manual_seed(0)

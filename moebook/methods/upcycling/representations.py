@@ -68,13 +68,15 @@ def perplexities(
     with evaluating(model):
         for batch in batches(rows, size, pad_id=pad_id):
             check_batch("perplexities", model, batch)
-            actual = batch.pop("labels")[:, 1:].to(device)
+            actual = batch.pop("labels")[:, 1:].to(device)  # [B, T - 1]
             inputs = {key: value.to(device) for key, value in batch.items()}
-            logits = model(**inputs).logits
-            nats = token_nats(logits[:, :-1], actual).double().sum(1)
+            logits = model(**inputs).logits  # [B, T, V]
+            # PPL = exp(mean of -ln p over the answer's tokens). A place predicts the
+            # next token; the prompt's, which bear no label, add 0.
+            nats = token_nats(logits[:, :-1], actual).double().sum(1)  # [B]
             tokens = (actual != IGNORED).sum(1)
-            means.append((nats / tokens).cpu())
-    mean_nats = torch.cat(means)
+            means.append((nats / tokens).cpu())  # 0/0 is NaN: a row without an answer
+    mean_nats = torch.cat(means)  # [S]
     broken = (~mean_nats.isfinite()).nonzero().flatten().tolist()
     if broken:
         why = "its perplexity is not finite (or it has no answer)"
@@ -96,6 +98,7 @@ def hardest(
     """
     hard = {}
     for task, rows in tasks.items():
+        # In floats 0.29 * 100 is 28.999999999999996: 29 are meant.
         wanted = math.floor(share * len(rows) + 1e-9)
         if not wanted:
             least = f"a share of {share:g} needs {math.ceil(1 / share)}"
@@ -103,6 +106,7 @@ def hardest(
                 "E-DATA", f"task '{task}' has {len(rows)} instances, {least} at least"
             )
         scores = perplexities(model, rows, pad_id=pad_id)
+        # App. B: the top 5 % by perplexity.
         order = scores.argsort(descending=True, stable=True)[:wanted]
         hard[task] = rows.select(order.sort().values.tolist())
     return hard
@@ -150,6 +154,7 @@ class Representations:
         names = tuple(name for name in self.tasks if name in tasks)
         numbers = torch.tensor([self.tasks.index(name) for name in names])
         rows = torch.isin(self.labels, numbers)
+        # The numbers ascend: the place of an old one among them is the new one.
         labels = torch.searchsorted(numbers, self.labels[rows])
         return replace(self, points=self.points[:, rows], labels=labels, tasks=names)
 
@@ -181,18 +186,22 @@ def sampled(
     host = anatomy(model)
     with evaluating(model):
         for number, batches in enumerate(tasks.values()):
+            # So a task's draw does not depend on how long the texts before it are.
             rng = np.random.default_rng([seed, number])
             for batch in batches:
                 check_batch("sampled", model, batch)
                 mask = batch.get(
                     "attention_mask", torch.ones_like(batch["input_ids"])
                 ).bool()
-                rows, columns = _places(mask, tokens)
+                rows, columns = _places(mask, tokens)  # of all that draw
                 keys = torch.from_numpy(rng.random(len(rows)))
+                # App. B, CRSU: with share 0.01 a random 1 % of the tokens.
                 hit = keys < share
+                # A batch that the draw misses is not run at all.
                 if hit.any():
-                    places = rows[hit], None if tokens == "mean" else columns[hit]
-                    yield number, _forward(host, tensor, batch, *places), keys[hit]
+                    drawn = None if tokens == "mean" else columns[hit]
+                    points = _forward(host, tensor, batch, rows[hit], drawn)
+                    yield number, points, keys[hit]
 
 
 @checked
@@ -214,33 +223,41 @@ def collect(
     names = tuple(tasks)
     if not names:
         refuse("E-DATA", "no tasks to collect from: give at least one")
-    # A task has `limit` slots. An empty one has an infinite key, and comes last.
-    points = torch.empty(len(host.layers), len(names) * limit, host.hidden)
+    # A task has `limit` slots. An empty one has an infinite key, so that every sample
+    # displaces it, and the latest arrival, so that it comes last.
+    points = torch.empty(len(host.layers), len(names), limit, host.hidden)
     keys = torch.full((len(names), limit), torch.inf, dtype=torch.float64)
     arrival = torch.full((len(names), limit), torch.iinfo(torch.int64).max)
-    seen = 0
+    seen = 0  # samples so far, of all tasks
     for task, fresh, fresh_keys in sampled(model, tasks, tensor=tensor, **draw):
-        both = torch.cat([keys[task], fresh_keys])
-        kept = both.topk(limit, largest=False).indices
-        # Slots whose samples give way, and as many fresh ones that take their places.
-        freed = (~torch.isin(torch.arange(limit), kept)).nonzero().flatten()
-        taken = kept[kept >= limit] - limit
+        freed, taken = _displaced(keys[task], fresh_keys)
         keys[task, freed] = fresh_keys[taken]
         arrival[task, freed] = seen + taken
-        points[:, task * limit + freed] = fresh[:, taken]
+        points[:, task, freed] = fresh[:, taken]  # [L, taken, D]
         seen += len(fresh_keys)
     filled = keys.isfinite()
     for name, count in zip(names, filled.sum(1), strict=True):
         if not count:
             remedy = "give it text, or a larger share"
             refuse("E-DATA", f"task '{name}' has no instances: {remedy}")
-    # Tasks come one after the other.
+    # By arrival: in the order of the text, task by task, empty slots last.
     slots = arrival.flatten().argsort()[: int(filled.sum())]
+    points = points.flatten(1, 2)  # a view, [L, tasks * limit, D]
     for layer in points:  # in place: a second copy of all layers would double the bound
         layer[: len(slots)] = layer[slots]
+    # [S]: `nonzero` goes row by row, so task by task, in the samples' order.
     labels = filled.nonzero()[:, 0]
     points = points[:, : len(slots)]
     return Representations(points, labels, names, tensor, fingerprint(model))
+
+
+def _displaced(keys: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
+    """Return slots that give way, and as many fresh samples for them: the smallest keys stay."""
+    limit = len(keys)
+    kept = torch.cat([keys, fresh]).topk(limit, largest=False).indices
+    # A place below `limit` is a slot, another one a fresh sample.
+    freed = (~torch.isin(torch.arange(limit), kept)).nonzero().flatten()
+    return freed, kept[kept >= limit] - limit
 
 
 @checked
@@ -278,6 +295,8 @@ def _places(mask: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
     if tokens == "each":
         return mask.nonzero(as_tuple=True)
     rows = mask.any(1).nonzero().flatten()
+    # The first 1 of a reversed row is its last real token. A row without any is not in
+    # `rows`, so what comes out for it is not read.
     last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
     return rows, last[rows]
 
@@ -295,8 +314,10 @@ def _forward(
 
     def see(layer: int, arguments: tuple[Any, ...], output: Any) -> None:
         h = output if tensor == "attention_output" else arguments[0]
-        if isinstance(h, tuple):
+        if isinstance(h, tuple):  # an attention's: its weights are the second part
             h = h[0]
+        # [n, D], of h [B, T, D], which nobody keeps: memory is the samples' alone.
+        # Means are over all T columns, padding too.
         picked = h[rows].float().mean(1) if columns is None else h[rows, columns]
         points[layer] = picked.float().cpu()
 
@@ -307,6 +328,7 @@ def _forward(
         if name in batch
     }
     with hooked(seen, see):
+        # Without the head: nobody reads logits.
         host.decoder(**inputs)
     return torch.stack([points[layer.index] for layer in host.layers])
 
@@ -324,6 +346,7 @@ def _source(layer: Layer, tensor: Source) -> nn.Module:
         hasattr(layer.block, after) and not hasattr(layer.block, before)
     ):
         return layer.mlp  # OLMo 2, EXAONE 4: the MLP reads the residual stream as it is
+    # In Gemma 2, which has both, the latter norms what the attention puts out.
     for name in (before, "post_attention_layernorm"):
         norm = getattr(layer.block, name, None)
         if isinstance(norm, nn.Module):

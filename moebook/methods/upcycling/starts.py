@@ -1,7 +1,7 @@
 """Where routers start: random weights, centroids of representations, prompts; and their scale.
 
-`crsu` of ``collect(..., tensor="ffn_input")`` is the router of Cluster-aware Upcycling (arXiv
-2604.13508), whose experts and self-distillation are left out: the abstract does not define them.
+`crsu` of ``collect(..., tensor="ffn_input")`` resembles the router of Cluster-aware Upcycling
+(arXiv 2604.13508), which clusters by cosine; its experts and self-distillation are left out.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def su(
     torch.Size([4, 4, 128])
     """
     host = anatomy(model)
-    shape = (len(host.layers), experts, host.hidden)
+    shape = (len(host.layers), experts, host.hidden)  # [L, E, D]
     generator = torch.Generator().manual_seed(seed)
     if kind == "kaiming":
         bound = 1 / math.sqrt(host.hidden)
@@ -87,18 +87,21 @@ def trsu(
     After ``hardest`` and ``collect`` the default is Sec. 4.2's recipe, one mean per task ("E =
     number of tasks"). Of C centroids per task expert ``t * C + c`` is the c-th largest of task t.
     """
+    # Sec. 4.2 has T experts for T tasks; of a multiple each task gets as many.
     each, rest = divmod(experts or len(states.tasks), len(states.tasks))
     if rest:
         refuse(
             "E-RANGE",
             f"experts is {experts}, expected a multiple of {len(states.tasks)} tasks",
         )
+    # App. B: each task's attention outputs are clustered by themselves: [L, each, D].
     groups = [
         _centroids(
             states.points[:, states.labels == task], each, seed, f"task '{name}', "
         )
         for task, name in enumerate(states.tasks)
     ]
+    # Row r_i of Eq. 1's W_r is centroid i: [L, E, D].
     return Start(torch.cat(groups, dim=1), states.base)
 
 
@@ -109,6 +112,7 @@ def crsu(states: Representations, experts: Size, *, seed: Seed = 0) -> Start:
     The paper's recipe follows ``collect(..., share=0.01)`` over the whole training mixture. Each
     layer numbers its clusters anew: "expert 0" has no common meaning.
     """
+    # Sec. 4.3: k-means over the tokens of all tasks; centroid i is row r_i of W_r.
     return Start(_centroids(states.points, experts, seed, by_size=False), states.base)
 
 
@@ -144,11 +148,13 @@ def prompted(
     for part in np.array_split(tasks, experts):
         name = "+".join(part)
         prompts = [prompt for task, prompt in given if task in part][:PROMPTS]
+        # One batch an expert: `hidden_avg` averages its padding in.
         batches[name] = [_as_mergekit(tokenizer, prompts, max_length, name)]
     if mode == "cheap_embed":
         return _embedded(model, [batch for [batch] in batches.values()])
     tokens: Tokens = "last" if mode == "hidden" else "mean"
     states = collect(model, batches, tensor="block_input", tokens=tokens)
+    # [L, E, D]: an expert's prompts were collected as a task.
     return Start(_unit(states.means()), states.base)
 
 
@@ -167,6 +173,7 @@ def _as_mergekit(
         truncation=True,
         max_length=max_length,
     )["input_ids"]
+    # BOS alone is none of a prompt's tokens.
     if max(map(len, rows)) <= bool(begin):
         refuse("E-DATA", f"the prompts of task {name} hold no tokens")
     fill = tokenizer.bos_token_id
@@ -183,12 +190,12 @@ def _as_mergekit(
 
 def _embedded(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Start:
     """Start each expert at the sum of its batch's embeddings, the same in every layer."""
-    table = model.get_input_embeddings().weight.cpu()
+    table = model.get_input_embeddings().weight.cpu()  # [V, D]
     sums = []
     for batch in batches:
         check_batch("prompted", model, batch)
         real = batch["input_ids"][batch["attention_mask"].bool()]
-        sums.append(table[real].float().sum(0))
+        sums.append(table[real].float().sum(0))  # [D]
     layers = len(anatomy(model).layers)
     weights = _unit(torch.stack(sums)).repeat(layers, 1, 1)  # [L, E, D]
     return Start(weights, checkpoint.fingerprint(model))
@@ -224,6 +231,8 @@ def scaled(
                 "E-DATA",
                 f"layer {layer}: the routers' logits are all equal, no scale fits",
             )
+        # Logits are linear in W_r, so their scale becomes 1. One factor for all E rows:
+        # which expert a token likes best stays as it was.
         rows.append(weight * (1 / spread))
     return replace(start, weights=torch.stack(rows), base=inputs.base)
 
@@ -243,8 +252,10 @@ def levelled(start: Start, inputs: Representations, top_k: Size) -> Start:
         refuse("E-RANGE", f"levelled: {have}")
     factors = []
     for logits in _logits("levelled", start, inputs):
+        # Eq. 1; Eq. 2 on copies is FFN(x) times the sum of the K kept p_i.
         probabilities = logits.double().softmax(-1)  # [S, E]
         kept = probabilities.topk(top_k, dim=-1).values.sum(-1)  # [S]
+        # So that factor * kept is 1 in the mean over tokens.
         factors.append(1 / kept.mean())
     return replace(start, base=inputs.base, factors=torch.stack(factors).float())
 
@@ -255,6 +266,7 @@ def _logits(where: str, start: Start, inputs: Representations) -> list[Tensor]:
     tensors = {"inputs": (inputs.points, "L S D"), "start": (start.weights, "L E D")}
     shapes(where, tensors, empty="")
     common = torch.promote_types(inputs.points.dtype, start.weights.dtype)
+    # Sec. 3.1: r(x) = W_r x, as [S, D] @ [D, E].
     return [
         points.to(common) @ weight.to(common).T
         for points, weight in zip(inputs.points, start.weights, strict=True)
@@ -270,37 +282,45 @@ def _centroids(
     points; one without points stays where it is. Lloyd's to the end took up to 70 times as long,
     for an inertia at most 0.4 % less.
     """
+    # All layers are looked at before the first is clustered, which takes long.
     for layer, rows in enumerate(points):
-        if not rows.isfinite().all():
-            refuse(
-                "E-NONFINITE",
-                f"{where}layer {layer}: representations hold NaN or infinity",
-            )
-        distinct = len({row.tobytes() for row in rows.numpy()})
-        if distinct < wanted:
-            counts = (
-                f"{wanted} centroids asked for, but only {distinct} distinct points"
-            )
-            refuse(
-                "E-DATA", f"{where}layer {layer}: {counts}: fewer experts, or more text"
-            )
-    size = min(1024, points.shape[1])  # scikit-learn's default
+        _check_points(rows, wanted, f"{where}layer {layer}")
     layers = []
     for rows in points:
         if wanted == 1:
+            # One centroid is the mean, without a search.
             layers.append(rows.double().mean(0, keepdim=True).to(rows.dtype))
             continue
-        kmeans = MiniBatchKMeans(wanted, n_init=3, batch_size=size, random_state=seed)
-        kmeans.fit(rows.numpy())
-        nearest = torch.from_numpy(kmeans.labels_).long()  # [S], of the final centres
-        counts = nearest.bincount(minlength=wanted)
-        sums = torch.zeros(wanted, rows.shape[1], dtype=torch.float64)
-        sums.index_add_(0, nearest, rows.double())
-        means = (sums / counts.clamp(min=1)[:, None]).to(rows.dtype)
-        means = torch.where(
-            counts[:, None] > 0, means, torch.from_numpy(kmeans.cluster_centers_)
-        )
+        means, counts = _clustered(rows, wanted, seed)
         if by_size:
             means = means[counts.argsort(descending=True, stable=True)]
         layers.append(means)
     return torch.stack(layers)
+
+
+def _check_points(rows: Tensor, wanted: int, where: str) -> None:
+    """Refuse a layer's points ``[S, D]`` that are not finite, or too few of them distinct."""
+    if not rows.isfinite().all():
+        refuse("E-NONFINITE", f"{where}: representations hold NaN or infinity")
+    # Equal points have one centroid: of more than there are distinct points some would
+    # have none.
+    distinct = len({row.tobytes() for row in rows.numpy()})
+    if distinct < wanted:
+        counts = f"{wanted} centroids asked for, but only {distinct} distinct points"
+        refuse("E-DATA", f"{where}: {counts}: fewer experts, or more text")
+
+
+def _clustered(rows: Tensor, wanted: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the centroids ``[wanted, D]`` of points ``[S, D]``, and how many each has."""
+    size = min(1024, len(rows))  # scikit-learn's default
+    kmeans = MiniBatchKMeans(wanted, n_init=3, batch_size=size, random_state=seed)
+    kmeans.fit(rows.numpy())
+    nearest = torch.from_numpy(kmeans.labels_).long()  # [S], of the final centres
+
+    # Lloyd's step: each centroid becomes the mean of its points, in float64.
+    counts = nearest.bincount(minlength=wanted)  # [wanted]
+    sums = torch.zeros(wanted, rows.shape[1], dtype=torch.float64)
+    sums.index_add_(0, nearest, rows.double())
+    means = (sums / counts.clamp(min=1)[:, None]).to(rows.dtype)
+    centres = torch.from_numpy(kmeans.cluster_centers_)
+    return torch.where(counts[:, None] > 0, means, centres), counts
