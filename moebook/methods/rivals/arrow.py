@@ -89,6 +89,7 @@ class Arrow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[..., N]`` for ``x [..., D]``."""
+        # |v_n . x|, since the sign of a singular vector is arbitrary: [..., N].
         scores = (x.to(self.prototypes.dtype) @ self.prototypes.mT).abs()
         return mixing.strongest(scores / self.temperature, self.top_k)
 
@@ -114,10 +115,12 @@ def prototypes(
             )
         if not (down.isfinite().all() and up.isfinite().all()):
             refuse("E-NONFINITE", f"prototypes, {path}: factors hold NaN or infinity")
-        # A' = Q T: [N, D, R], [N, R, R].
+        # A' = Q T: [N, D, R] and [N, R, R]; shapes are those for R <= D and O.
         q, t = torch.linalg.qr(down.detach().double().mT)
         s = torch.linalg.qr(up.detach().double()).R  # B = P S
-        _, values, right = torch.linalg.svd(s @ t.mT)
+        # B A = P (S T') Q', P and Q orthonormal. The largest value comes first.
+        _, values, right = torch.linalg.svd(s @ t.mT)  # [N, R], [N, R, R]
+        # `check` refuses B A = 0 in all layers, but a prototype is needed in each.
         largest = zip(names, values[:, 0], strict=True)
         idle = [name for name, value in largest if not value > 0]
         if idle:
@@ -134,6 +137,7 @@ def attach(model: nn.Module, bank: Bank, config: Config, *, seed: int = 0) -> Tu
     """Put the bank on the base, routed by its own directions; nothing is drawn by the seed."""
     check(bank, ranks=config.mix == "factors")
     mixing.check_choice(config.top_k or 1, bank)
+    # The scales and zeros that `stack` puts into A and B leave directions as they are.
     parts = mixing.stack(bank, config.mix)
     factors = {path: (parts.down[path], parts.up[path]) for path in parts.down}
     start = prototypes(factors, tuple(bank))
@@ -156,6 +160,7 @@ def tuned(
     done = tuning.fit(attach(model, bank, config), data, **recipe)
     if config.prototypes == "after":
         factors = {path: (part.down, part.up) for path, part in done.parts.items()}
+        # Tuning may leave a LoRA without a direction: then the rival comes off again.
         with tuning.undone(done):
             last = prototypes(factors, tuple(bank))
         for path, part in done.parts.items():

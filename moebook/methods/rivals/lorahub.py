@@ -40,10 +40,9 @@ __all__ = [
 ]
 
 Loss = Callable[[np.ndarray], float]
-# |w_i| at most; of the penalty; of the first probes.
-BOX = 1.5
-STRENGTH = 0.05
-STEP = 0.5
+BOX = 1.5  # |w_i| at most
+STRENGTH = 0.05  # of the penalty
+STEP = 0.5  # of the first probes
 
 
 @settings
@@ -89,7 +88,8 @@ def tuned(
     seed = recipe.get("seed", 0)
     bank = _drawn(bank, config.experts, seed)
     rows = data.rows if config.shots is None else data.first(config.shots)
-    fixed = mixing.Fixed(torch.zeros(len(bank)))
+    # One module for all layers, since w is the same in each.
+    fixed = mixing.Fixed(torch.zeros(len(bank)))  # [N]
     result = tuning.attach(model, bank, lambda *_: fixed, mix="factors", learnt=False)
     values: list[float] = []
 
@@ -98,6 +98,7 @@ def tuned(
         nats = training.nats(model, rows, pad_id=data.pad_id, batch=config.batch)
         if config.loss == "over_batch":
             nats /= config.batch
+        # nats(rows; A, B) + 0.05 * mean_i |w_i|, or the sum.
         sizes = np.abs(weights)
         size = sizes.mean() if config.penalty == "mean" else sizes.sum()
         values.append(float(nats + STRENGTH * size))
@@ -105,7 +106,9 @@ def tuned(
 
     with tuning.undone(result), torch.no_grad():
         best = search(loss, len(bank), config, seed=seed)
+        # The mixture is still at the last point that was tried.
         fixed.weights.copy_(torch.from_numpy(best))
+    # Each evaluation is one forward pass over all rows; there is no backward pass.
     tokens = sum(map(len, rows["input_ids"]))
     steps = list(range(1, len(values) + 1))
     history = training.History(
@@ -140,6 +143,7 @@ def search(loss: Loss, size: Size, config: Config, *, seed: Seed = 0) -> np.ndar
 
 
 def _cobyla(loss: Loss, size: int, budget: int, seed: int) -> None:
+    # Nothing is drawn by the seed: COBYLA is deterministic.
     if budget < size + 2:
         left = f"its first {size + 1} look at w = 0 and at each LoRA; then a step must be left"
         refuse(
@@ -148,6 +152,7 @@ def _cobyla(loss: Loss, size: int, budget: int, seed: int) -> None:
         )
     with warnings.catch_warnings():  # that a tolerance of 0 was raised
         warnings.filterwarnings("ignore", ".*RHOEND.*")
+        # As nevergrad: tolerance 0, and w = 0.5 z, since first steps are 1 in z.
         minimize(
             lambda z: loss(folded(STEP * z)),
             np.zeros(size),
@@ -185,5 +190,6 @@ def _drawn(bank: Bank, experts: int | None, seed: int) -> Bank:
             "E-RANGE",
             f"experts is {experts}, expected 1 to {len(bank)}, the bank's LoRAs",
         )
+    # Sorted, so that the order of the bank does not matter.
     names = random.Random(f"lorahub/{seed}").sample(sorted(bank), experts)
     return {name: bank[name] for name in names}

@@ -57,10 +57,12 @@ def stack(bank: Bank, mix: Mix) -> Stack:
     loras = _padded(list(bank.values())) if mix == "outputs" else list(bank.values())
     check_alike(loras)
     scale = loras[0].scale
+    # s_i B_i A_i = scale (root_i B_i)(root_i A_i), root_i = sqrt(s_i / scale).
     rooted = [(lora, math.sqrt(lora.scale / scale)) for lora in loras]
     down: dict[str, Tensor] = {}
     up: dict[str, Tensor] = {}
     for path in loras[0].down:
+        # [N, R, D] and [N, O, R].
         down[path] = torch.stack([lora.down[path] * root for lora, root in rooted])
         up[path] = torch.stack([lora.up[path] * root for lora, root in rooted])
     return Stack(scale, loras[0].rank, down, up)
@@ -69,9 +71,8 @@ def stack(bank: Bank, mix: Mix) -> Stack:
 def _padded(loras: Sequence[Lora]) -> list[Lora]:
     """Give all LoRAs the highest rank and all layers by zeros; what each computes stays."""
     rank = max(lora.rank for lora in loras)
-    owners: dict[
-        str, Lora
-    ] = {}  # by path a LoRA that adapts it, of which its shape is known
+    # By path, a LoRA that adapts it: it tells the shapes there.
+    owners: dict[str, Lora] = {}
     for lora in loras:
         owners |= dict.fromkeys(lora.down, lora)
 
@@ -85,9 +86,11 @@ def _padded(loras: Sequence[Lora]) -> list[Lora]:
             b = owner.up[path]
             down[path] = a.new_zeros(rank, a.shape[1])
             up[path] = b.new_zeros(b.shape[0], rank)
+        # Rows of A and columns of B that are 0 add nothing to B A.
         for path in lora.down:
             down[path][: lora.rank] = lora.down[path]
             up[path][:, : lora.rank] = lora.up[path]
+        # alpha grows with the rank, so that s = alpha / R stays.
         alpha = lora.scale * rank
         return replace(
             lora, rank=rank, alpha=alpha, rank_stabilised=False, down=down, up=up
@@ -104,6 +107,7 @@ def fresh_like(bank: Bank, *, seed: Seed) -> dict[str, Lora]:
     def started(lora: Lora) -> Lora:
         down: dict[str, Tensor] = {}
         for path, a in lora.down.items():
+            # 1 / sqrt D, which is sqrt(6 / ((1 + a^2) D)) for a = sqrt 5.
             bound = a.shape[1] ** -0.5
             fresh = torch.empty(a.shape)
             down[path] = fresh.uniform_(-bound, bound, generator=generator)
@@ -115,10 +119,13 @@ def fresh_like(bank: Bank, *, seed: Seed) -> dict[str, Lora]:
 
 def halves(weights: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
     """Return the factors on A and on B that weights stand for."""
+    # Factors: (sum_i w_i B_i)(sum_i w_i A_i).
     if mix == "factors":
         return weights, weights
+    # Outputs: sum_i w_i B_i A_i.
     if mix == "outputs":
         return torch.ones_like(weights), weights
+    # Root: the term i = j is (root_i B_i)(sign_i root_i A_i) = w_i B_i A_i.
     root = weights.abs().sqrt()
     return weights.sign() * root, root
 
@@ -133,8 +140,10 @@ def joined(
     """
     on_down, on_up = halves(weights, mix)
     if mix == "outputs":
-        weighted = on_up[:, None, None] * up
+        # All A below one another, all w_n B_n side by side: their product is the sum.
+        weighted = on_up[:, None, None] * up  # [N, O, R]
         return down.flatten(0, 1), weighted.transpose(0, 1).flatten(1)
+    # A = sum_n w_n A_n and B = sum_n w_n B_n.
     one = torch.einsum("...n,nrd->...rd", on_down, down)
     return one, torch.einsum("...n,nor->...or", on_up, up)
 
@@ -179,15 +188,16 @@ def as_lora(
     base: str | None,
 ) -> Lora:
     """Make a LoRA of A and B by path and the factor on B A."""
-    rank = len(next(iter(factors.values()))[0])
+    rank = len(next(iter(factors.values()))[0])  # rows of A; N R for outputs
     down = {path: a.detach().cpu().clone() for path, (a, _) in factors.items()}
     up = {path: b.detach().cpu().clone() for path, (_, b) in factors.items()}
+    # alpha = scale R, since a LoRA's scale is alpha / R.
     return Lora(name, rank, scale * rank, down, up, base)
 
 
 def strongest(scores: Tensor, top_k: int) -> Tensor:
     """Return weights ``[..., N]``: the softmax over a token's k largest scores, 0 elsewhere."""
-    routing = route(scores.flatten(0, -2), top_k)
+    routing = route(scores.flatten(0, -2), top_k)  # ids and weights [T, k]
     weights = (
         torch.zeros_like(scores).flatten(0, -2).scatter(1, routing.ids, routing.weights)
     )
@@ -247,19 +257,26 @@ class Mixed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[..., O]`` for ``x [..., D]``, in the dtype of the base's output."""
         base = self.base_layer(x)
-        source = x.to(self.down.dtype)
+        source = x.to(self.down.dtype)  # a host in 16 bits has LoRAs in float32
         if self.training and self.dropout:
             source = dropout(source, self.dropout)
+        # The weights are of x as it is: dropout is for the LoRAs alone.
         weights = self.weigh(x).to(source.dtype)
         if self.mix == "outputs":
+            # y = W x + s sum_n w_n B_n A_n x, the weights as gates [..., N].
             gates = weights.expand(*x.shape[:-1], -1)
             return lora_mixture(source, base, gates, self.down, self.up, self.scale)
-        if weights.dim() > 1 and weights.shape[-2] == x.shape[-2]:
+        of_task = weights.dim() == 1  # [N]
+        # At T = 1 an example's weights are its token's, and either way gives the same.
+        of_token = not of_task and weights.shape[-2] == x.shape[-2]  # [B, T, N]
+        if of_token:
             delta = self._by_token(source, weights)
         else:
-            of_example = weights.squeeze(-2) if weights.dim() > 1 else weights
-            down, up = joined(self.down, self.up, of_example, self.mix)
+            # One LoRA for the task, or for each example, [B, R, D] and [B, O, R].
+            merged = weights if of_task else weights.squeeze(-2)
+            down, up = joined(self.down, self.up, merged, self.mix)
             delta = source @ down.mT @ up.mT
+        # y = W x + s B A x.
         return (base + self.scale * delta).to(base.dtype)
 
     def _by_token(self, x: Tensor, weights: Tensor) -> Tensor:

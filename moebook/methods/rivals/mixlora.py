@@ -103,10 +103,11 @@ class Gate(nn.Module):
     def __init__(self, router: mnn.Router) -> None:
         super().__init__()
         self.router = router
-        nn.init.normal_(router.weight, std=0.02)
+        nn.init.normal_(router.weight, std=0.02)  # as released
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[.., E]`` for ``x [.., D]``."""
+        # The K largest p over their sum are the softmax over the K largest logits G h.
         routing = self.router(x)
         gates = routing.weights.new_zeros(len(routing.ids), len(self.router.weight))
         return gates.scatter(1, routing.ids, routing.weights).unflatten(0, x.shape[:-1])
@@ -140,24 +141,30 @@ class FFN(nn.Module):
         slots = F.one_hot(ids, gates.shape[-1]).to(gates).unbind(-2)
         shares = weights.unsqueeze(-1).unbind(-2)  # [B, T, 1], K times
 
+        # W_g h and W_u h are those of all experts: [B, T, F].
         gate = mlp.gate_proj(x)
         up = mlp.up_proj(x)
-        hidden: list[Tensor] = []  # [B, T, F], K times
-        for slot in slots:
+        mixed: Tensor | int = 0  # sum_e g_e hidden_e
+        experts = []
+        for share, slot in zip(shares, slots, strict=True):
+            # act((W_g + s B_e^g A_e^g) h) * (W_u + s B_e^u A_e^u) h, of slot's expert e.
             of_gate = self._add("gate_proj", x, gate, slot)
             of_up = self._add("up_proj", x, up, slot)
-            hidden.append(mlp.act_fn(of_gate) * of_up)
+            hidden = mlp.act_fn(of_gate) * of_up  # [B, T, F]
+            mixed = mixed + share.to(hidden) * hidden
+            experts.append((share * slot, hidden))
 
-        mixed = sum(share.to(h) * h for share, h in zip(shares, hidden, strict=True))
+        # W_d of the sum, and then g_e s B_e^d A_e^d hidden_e of each expert.
         y = mlp.down_proj(mixed)
-        for share, slot, h in zip(shares, slots, hidden, strict=True):
-            y = self._add("down_proj", h, y, share * slot)
+        for own, hidden in experts:
+            y = self._add("down_proj", hidden, y, own)
         return y
 
     def _add(self, name: str, x: Tensor, base: Tensor, gates: Tensor) -> Tensor:
         down = self.downs[name]
         up = self.ups[name]
         source = x.to(down.dtype)
+        # Drawn anew for each projection and slot.
         if self.training and self.dropout:
             source = mnn.dropout(source, self.dropout)
         return lora_mixture(source, base, gates, down, up, self.scale)
@@ -195,6 +202,7 @@ def load(model: nn.Module, folder: str | Path) -> Tuned:
     made: list[Tuned] = []
 
     def empty(host: nn.Module, origin: Origin) -> dict[str, Tensor]:
+        # Called for a copy without values first, and last for the model.
         made.append(_install(host, origin))
         return tuning.tensors(host, origin)
 
@@ -212,6 +220,7 @@ def penalty(config: Config) -> Penalty:
         routers = mnn.routers(model)
         if config.balance == "pooled":
             return weight * _pooled(routers)
+        # `mnn.balance` adds up the routers' terms; their mean is taken.
         return weight * mnn.balance(routers) / len(routers)
 
     return balance
@@ -249,6 +258,7 @@ def _origin(model: nn.Module, config: Config) -> Origin:
 def _install(model: nn.Module, origin: Origin) -> Tuned:
     trace = mnn.Trace()
     made = {}
+    # Numbered by module, not by layer, since q and v of a layer have a router each.
     for number, path in enumerate(origin.paths):
         traced = {"layer": number, "trace": trace}
         made[path] = _part(model.get_submodule(path), origin.config, traced)
@@ -261,6 +271,7 @@ def _part(old: nn.Module, config: Config, traced: dict[str, Any]) -> nn.Module:
     at = beside(next(old.parameters()))
 
     def factors(linear: nn.Module, count: int) -> Factors:
+        # A [count, R, in] and B [count, out, R]; with B = 0 each starts as the base.
         bound = linear.in_features**-0.5  # of PEFT's start: Kaiming with a = sqrt 5
         down = torch.empty(count, config.rank, linear.in_features, **at)
         down.uniform_(-bound, bound)
@@ -276,5 +287,6 @@ def _part(old: nn.Module, config: Config, traced: dict[str, Any]) -> nn.Module:
     routed = config.placement == "projections"
     scale = config.alpha / config.rank
     down, up = factors(old, config.experts if routed else 1)
+    # A plain LoRA is one expert at weight 1.
     weigh = gate(old.in_features) if routed else Fixed(torch.ones(1, **at))
     return Mixed(old, down, up, scale, weigh, mix="outputs", dropout=config.dropout)

@@ -65,15 +65,19 @@ def tuned(
         if len(bank) != 2:
             message = f"coefficients by validation are of 2 LoRAs, not of {len(bank)}"
             refuse("E-CHOICE", message)
+        # A step that does not divide 1 is rounded to one that does.
         grid = torch.linspace(0, 1, round(1 / config.grid) + 1)
+        # A = l A_1 + (1 - l) A_2, B alike, for each l of the grid.
         tried = [
             mixing.merged(bank, torch.stack([share, 1 - share]), mix=config.mix)
             for share in grid
         ]
         best = min(tried, key=lambda lora: tuning.on_shots(model, lora, data))
+        # One number was chosen, and each candidate read the shots once.
         spent = Cost(1, len(tried) * sum(map(len, data.shots["input_ids"])))
     else:
-        equal = torch.full((len(bank),), 1 / len(bank))
+        equal = torch.full((len(bank),), 1 / len(bank))  # [N], l_i = 1/N
         best = mixing.merged(bank, equal, mix=config.mix)
     result = tuning.alone(model, best, learnt=config.tune == "merged")
+    # Where nothing trains, `fit` does no more than note the cost.
     return tuning.fit(result, data, spent=spent, **recipe)

@@ -82,7 +82,7 @@ class Gate(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.v = nn.Parameter(torch.zeros(width))
+        self.v = nn.Parameter(torch.zeros(width))  # [D]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[..., 1]`` for ``x [..., D]``."""
@@ -100,11 +100,13 @@ class Gates(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[..., N]`` for ``x [..., D]``."""
-        score = scores(x, self.vectors)
+        score = scores(x, self.vectors)  # [..., N]
+        # The softmax over k scores is that over all N, divided by the sum of the k.
         weights = mixing.strongest(score, self.top_k)
         if self.eps:
+            # As released, divided by that sum + eps.
             chosen = score.softmax(-1) * (weights > 0)
-            kept = chosen.sum(-1, keepdim=True)
+            kept = chosen.sum(-1, keepdim=True)  # [..., 1]
             weights = weights * kept / (kept + self.eps)
         return weights
 
@@ -126,7 +128,9 @@ def scores(x: Tensor, vectors: Tensor) -> Tensor:
     """
     shapes("scores", {"x": (x, "... D"), "vectors": (vectors, "N D")})
     width = vectors.shape[1:]
+    # n(x); the method's eps, 1e-5, is torch's default.
     normed = F.layer_norm(x.to(vectors.dtype), width)
+    # n(v_n) . n(x) / sqrt D.
     return normed @ F.layer_norm(vectors, width).mT / math.sqrt(vectors.shape[1])
 
 
@@ -143,6 +147,7 @@ def gates(
     learnt = {}
     for name in bank:
         rows = data.rows if of_target else data.source(name)
+        # y = W x + sigmoid(v . x) s B A x, where W, A and B are frozen: v alone trains.
         alone = tuning.attach(
             model,
             {name: bank[name]},
@@ -181,7 +186,7 @@ def tuned(
     check(bank, ranks=False)
     mixing.check_choice(config.top_k, bank)
     for path, down in next(iter(bank.values())).down.items():
-        width = down.shape[1]
+        width = down.shape[1]  # D
         if width < 3:
             why = "where LayerNorm leaves a sign: D > 2"
             refuse("E-RANGE", f"{path} has D = {width}, {why}")
@@ -190,6 +195,7 @@ def tuned(
     known |= gates(model, new, data, config, seed=seed)
 
     def weigh(path: str, _: nn.Module) -> Gates:
+        # In the order of the bank, as the LoRAs are stacked: [N, D].
         vectors = [known[name].vectors[path] for name in bank]
         return Gates(torch.stack(vectors), config)
 

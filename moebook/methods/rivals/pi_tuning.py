@@ -101,7 +101,7 @@ class Interpolation(nn.Module):
 
     def __init__(self, experts: int) -> None:
         super().__init__()
-        self.v = nn.Parameter(torch.ones(experts))
+        self.v = nn.Parameter(torch.ones(experts))  # [k + 1]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the weights ``[k + 1]``, whatever x is."""
@@ -136,16 +136,18 @@ def fisher(
         # The logits of a place are of the next token.
         foretelling = logits[:, :-1].flatten(0, 1).float()
         answers = labels[:, 1:].flatten()
+        # log p(y | x) of a row is the sum over its labels; a batch's loss is a mean.
         reduction = "sum" if by_row else "mean"
         return F.cross_entropy(foretelling, answers, reduction=reduction)
 
+    # By row: a gradient for each, at the same factors: [B, R, D] and [B, O, R].
     gradient = vmap(grad(nats), (None, 0, 0)) if by_row else grad(nats)
     total = {
         name: torch.zeros_like(factor, dtype=torch.double)
         for name, factor in at.items()
     }
-    # Rows are padded on the right, where a causal model needs no mask, since `vmap` knows no branch
-    # on a mask's values, and no fused attention either.
+    # `vmap` cannot branch on a mask's values and knows no fused attention. Rows need no
+    # mask: padding is on the right, where real tokens of a causal model do not look.
     with evaluating(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         for batch in rows.select_columns(["input_ids", "labels"]).iter(BATCH):
             ids = padded(batch["input_ids"], 0)[0].to(device)
@@ -154,8 +156,9 @@ def fisher(
                 ids = ids.unsqueeze(1)
                 labels = labels.unsqueeze(1)
             for name, value in gradient(at, ids, labels).items():
-                squared = value.double().square()
+                squared = value.double().square()  # (d log p / d theta)^2
                 total[name] += squared.sum(0) if by_row else squared
+    # A mean over rows, or over batches; the last batch may be short.
     counted = len(rows) if by_row else -(-len(rows) // BATCH)
     if not all(t.isfinite().all() for t in total.values()):
         refuse(
@@ -172,6 +175,7 @@ def fishers(
 
     Returns `fisher` of each by name: ``A [R, in]`` and ``B [out, R]`` a module.
     """
+    # All sets first: one that lacks is refused before any pass.
     sets = {name: data.source(name) for name in bank}
     by_lora: dict[str, dict[str, Tensor]] = {}
     for name, rows in sets.items():
@@ -193,6 +197,7 @@ def similarity(one: Fishers, other: Fishers, *, eps: Eps = 0.0) -> float:
     for name in one:
         pair = torch.stack([one[name].flatten(), other[name].flatten()]).double()
         total = pair.sum(0) + eps
+        # F_a / (F_a + F_b + eps) and F_b / (F_a + F_b + eps), entry by entry.
         left, right = torch.where(total > 0, pair / total, 0.0)
         cosines.append(F.cosine_similarity(left, right, dim=0))
     return float(torch.stack(cosines).mean())
@@ -219,12 +224,13 @@ def tuned(
     new = {name: lora for name, lora in bank.items() if name not in known}
     known |= fishers(model, new, data, config)
 
-    # The target's own LoRA, and its place among the bank's tasks: its Fisher on the shots.
+    # The target's own LoRA; its Fisher on the shots is the target's embedding.
     first = next(iter(bank.values()))
     start = mixing.fresh_like({"target": first}, seed=seed)
     alone = tuning.alone(model, start["target"], learnt=True)
     alone = tuning.fit(alone, data, seed=seed, **recipe)
     target = alone.lora("target")
+    # `fisher` attaches the LoRA by itself, to a bare base.
     alone.detach()
     own = fisher(model, target, data.shots, form=config.fisher)
     tokens = sum(map(len, data.shots["input_ids"]))
@@ -234,13 +240,15 @@ def tuned(
         backward=alone.cost.backward + tokens,
     )
 
-    # Its k nearest neighbours stand beside it, at weights that a layer, a block or all share.
+    # Its k nearest neighbours stand beside it, with one v a layer, a block or in all.
     like = {name: similarity(own, known[name], eps=config.eps) for name in bank}
+    # Of tasks that are equally alike, the first in the bank.
     nearest = sorted(like, key=lambda name: -like[name])[: config.neighbours]
     experts = {"target": target} | {name: bank[name] for name in nearest}
     sharing: dict[str, Interpolation] = {}
 
     def weigh(path: str, _: nn.Module) -> Interpolation:
+        # Projections of one attention block have the same parent, so one v.
         places = {"layer": path, "block": path.rpartition(".")[0], "all": ""}
         weights = Interpolation(len(experts))
         return sharing.setdefault(places[config.shared], weights)

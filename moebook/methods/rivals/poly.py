@@ -74,16 +74,20 @@ class Assignment(nn.Module):
     def __init__(self, skills: int, config: Config) -> None:
         super().__init__()
         self.config = config
+        # Z [N], in the released range.
         self.z = nn.Parameter(torch.empty(skills).uniform_(-1e-3, 1e-3))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the weights ``[N]``, whatever x is."""
         if self.config.normalise == "raw":
             return self.z
+        # z_j = sigmoid(Z_j).
         drawn = self.z.sigmoid()
         if self.training and self.config.noise == "relaxed":
+            # z_j = sigmoid((log(u / (1 - u)) + Z_j) / tau), with a gradient for Z.
             drawn = RelaxedBernoulli(self.config.temperature, logits=self.z).rsample()
-        return drawn / (drawn.sum() + 1e-12)  # as released
+        # w_j = z_j / sum z; 1e-12 as released.
+        return drawn / (drawn.sum() + 1e-12)
 
 
 def attach(model: nn.Module, bank: Bank, config: Config, *, seed: int = 0) -> Tuned:

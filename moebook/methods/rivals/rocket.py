@@ -21,6 +21,7 @@ __all__ = ["attach", "tuned"]
 @checked
 def attach(model: nn.Module, bank: Bank, config: Config, *, seed: Seed = 0) -> Tuned:
     """Put the mixture of a bank's N LoRAs on the base."""
+    # The seed draws the gates; the caller's random state stays as it is.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         apply.build(model, list(bank.values()), config)

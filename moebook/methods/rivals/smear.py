@@ -16,7 +16,7 @@ follow rows that move or leave.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -125,43 +125,55 @@ class Prompt:
         self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
     ) -> None:
         self.decided = {}
-        self.held = {}
-        cache = given.get("past_key_values")
-        if cache is not None and cache.get_seq_length():
-            # The prompt was read before: its weights stand in the cache.
-            last = cache.layers[-1]
-            if not isinstance(last, Kept):
-                why = "the cache was begun without SMEAR"
-                refuse("E-MODEL", f"{why}: begin it with its prompt")
-            weights = last.keys[:, 0].unbind(1)
-            self.held = dict(zip(last.paths, weights, strict=True))
-            return
-        ids = given["input_ids"] if "input_ids" in given else args[0]
+        # If the prompt was read before, its weights stand in the cache.
+        self.held = _held(given.get("past_key_values"))
+        if not self.held:
+            ids = given["input_ids"] if "input_ids" in given else args[0]  # [B, T]
+            self.mask = self._prompts(ids, given)
+
+    def _prompts(self, ids: Tensor, given: Mapping[str, Any]) -> Tensor:
+        """Say which tokens are a prompt's, ``[B, T]``."""
         seen = given.get("attention_mask")
         if seen is not None and seen.dim() != 2:
             refuse("E-MODEL", "SMEAR reads one example a row: an attention mask [B, T]")
         whole = torch.ones_like(ids, dtype=torch.bool)
         if self.pool == "all":
-            self.mask = whole
-            return
-        self.mask = whole if seen is None else seen.bool()
+            return whole
+        # A prompt is real tokens: the first columns, or those before the first label.
+        real = whole if seen is None else seen.bool()
         labels = given.get("labels")
         if self.tokens is not None:
-            self.mask = self.mask & (whole.cumsum(1) <= self.tokens)
-        elif labels is not None:  # of the last columns alone, maybe
+            return real & (whole.cumsum(1) <= self.tokens)
+        if labels is not None:
+            # Labels may be of the last columns alone: those before are of prompts.
             learnt = F.pad(labels != IGNORED, (ids.shape[1] - labels.shape[1], 0))
-            self.mask = self.mask & (learnt.cumsum(1) == 0)
+            return real & (learnt.cumsum(1) == 0)
+        return real
 
     def _end(
         self, model: nn.Module, args: Any, given: dict[str, Any], output: Any
     ) -> None:
         cache = getattr(output, "past_key_values", None)
+        # A pass that goes on from a cache decides nothing: a cache gets one such layer.
         if cache is not None and self.decided:
             kept = Kept()
             kept.paths = tuple(self.decided)
+            # [B, layers, N]; a cache has heads in front of tokens, so here one.
             weights = torch.stack([each.detach() for each in self.decided.values()], 1)
             kept.update(weights.unsqueeze(1), weights.unsqueeze(1))
             cache.layers.append(kept)
+
+
+def _held(cache: Any) -> dict[str, Tensor]:
+    """Read the weights ``[B, N]`` by path off a cache that was begun with a prompt."""
+    if cache is None or not cache.get_seq_length():
+        return {}
+    last = cache.layers[-1]
+    if not isinstance(last, Kept):
+        why = "the cache was begun without SMEAR"
+        refuse("E-MODEL", f"{why}: begin it with its prompt")
+    weights = last.keys[:, 0].unbind(1)  # [B, N] of each layer
+    return dict(zip(last.paths, weights, strict=True))
 
 
 class Router(nn.Module):
@@ -176,7 +188,7 @@ class Router(nn.Module):
         self.path = path
         self.config = config
         self.prompt = prompt
-        self.vectors = nn.Parameter(0.01 * torch.randn(count, width))  # V
+        self.vectors = nn.Parameter(0.01 * torch.randn(count, width))  # V [N, D]
         self.norm = nn.LayerNorm(width)
         if config.norm == "both":
             self.norm_vectors = nn.LayerNorm(width, bias=False)
@@ -188,10 +200,10 @@ class Router(nn.Module):
         """Return ``[B, 1, N]`` for ``x [B, T, D]``."""
         if self.path in self.prompt.held:
             return self.prompt.held[self.path].unsqueeze(1)
-        # m, the mean of the prompt's tokens.
+        # m, the mean of the prompt's tokens; that of an empty prompt is 0.
         x = x.to(self.vectors.dtype)
         mask = self.prompt.mask.to(x)
-        tokens = mask.sum(1, keepdim=True).clamp(min=1)
+        tokens = mask.sum(1, keepdim=True).clamp(min=1)  # [B, 1]
         mean = torch.einsum("bt,btd->bd", mask, x) / tokens  # [B, D]
 
         # p = softmax(V norm(m) / T), one for the whole example.
@@ -199,10 +211,10 @@ class Router(nn.Module):
             logits = F.linear(self.norm(mean), self.norm_vectors(self.vectors))
         else:
             logits = F.linear(self.norm(mean), self.vectors, self.bias)
-        weights = (logits / self.config.temperature).softmax(-1)
+        weights = (logits / self.config.temperature).softmax(-1)  # [B, N]
         if self.training and self.config.expert_dropout:
             stays = torch.rand_like(weights) >= self.config.expert_dropout
-            # Where all would go, they stay.
+            # Where all would go, all stay: what is left must have a sum to divide by.
             stays = stays | ~stays.any(-1, keepdim=True)
             weights = weights * stays
             weights = weights / weights.sum(-1, keepdim=True)
@@ -215,6 +227,7 @@ def attach(model: nn.Module, bank: Bank, config: Config, *, seed: int = 0) -> Tu
     check(bank)
     if config.start == "random":
         bank = mixing.fresh_like(bank, seed=seed)
+    # One for all layers: which tokens are prompts is settled once a pass.
     prompt = Prompt(config.pool)
     result = tuning.attach(
         model,
@@ -248,6 +261,7 @@ def load(model: nn.Module, folder: str | Path) -> Tuned:
     prompts: list[Prompt] = []
 
     def weigh(origin: Origin) -> tuning.Weigh:
+        # Called for a copy without values first, and last for the model.
         prompts.append(Prompt(origin.config.pool))
         count = len(origin.names)
         return lambda path, part: Router(

@@ -84,22 +84,24 @@ def arms(
     natural("arms", "top_k", top_k, experts, "experts")
     weighted = ("smear", "poly", "pi_tuning")  # mixing weights have a rate of their own
     changes: dict[str, dict[str, Any]] = {name: {"rate": rate} for name in weighted}
-    changes["arrow"] = {"top_k": min(4, size)}
+    changes["arrow"] = {"top_k": min(4, size)}  # all of a smaller bank
     changes["lorahub"] = {"budget": searches}
     changes["mixlora"] = {"dropout": 0.0}
 
-    # Single LoRAs, as they are or tuned.
-    whole = Arm(rival="vanilla", rated="", preset="source_best", bank="with_target")
+    # Single LoRAs, as they are or tuned. Expert LoRA is the target's own, which was
+    # trained on D_T before: here it is put on as it is.
+    best = Arm(rival="vanilla", rated="", preset="source_best")
     table = {
-        "source_best": Arm(rival="vanilla", rated="", preset="source_best"),
-        "best_by_shots": Arm(rival="vanilla", rated="", preset="best_by_shots"),
-        "expert_lora": whole,
+        "source_best": best,
+        "best_by_shots": replace(best, preset="best_by_shots"),
+        "expert_lora": replace(best, bank="with_target"),
     }
     for name in ("random", "source_best_sft"):
         table[name] = Arm(rival="vanilla", rated=name, preset=name)
 
     # The rivals on the whole bank, and Rocket on the experts that it chose.
     for name in RIVALS:
+        # LoRAHub searches without gradients, so it has no learning rate.
         rated = "" if name == "lorahub" else name
         table[name] = Arm(rival=name, rated=rated, changes=changes.get(name, {}))
     table["rocket"] = Arm(
@@ -110,7 +112,7 @@ def arms(
         changes={"experts": experts, "top_k": top_k, "lora_dropout": 0.0},
     )
 
-    # Variants: on shots alone, at Rocket's rate, on Rocket's experts, without any training.
+    # Variants: on shots alone, at Rocket's rate, on Rocket's experts, without training.
     for name in ("random", "mixlora", "lorahub"):
         table[f"{name}_shots"] = replace(table[name], data="D_K")
     for name in weighted:
@@ -120,11 +122,7 @@ def arms(
         own = few.get(name, {})
         table[f"{name}_chosen"] = replace(table[name], bank="chosen", changes=own)
     for name in ("pems", "arrow"):
-        given = table[name].changes
-        paper = {"top_k": given["top_k"]} if "top_k" in given else {}
-        table[f"{name}_untuned"] = Arm(
-            rival=name, rated="", preset="paper", changes=paper
-        )
+        table[f"{name}_untuned"] = replace(table[name], rated="", preset="paper")
     return table
 
 
@@ -165,6 +163,7 @@ def weights(done: Tuned, batch: Mapping[str, Any]) -> dict[str, float]:
     """Return the mean weight of each LoRA over layers and tokens; none where no bank is mixed."""
     if not all(hasattr(part, "weigh") for part in done.parts.values()):
         return {}
+    # [N] a layer, of weights [N], [B, 1, N] or [B, T, N].
     by_layer = [
         each.reshape(-1, each.shape[-1]).mean(0)
         for each in done.weights(batch).values()

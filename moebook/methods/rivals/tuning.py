@@ -141,6 +141,7 @@ class Tuned:
         found = dict[str, Tensor]()
         with evaluating(self.model):
             if batch is None:
+                # Such weights read no input, so any tensor will do for one.
                 return {path: part.weigh(part.down) for path, part in parts.items()}
             readers = {path: part.weigh for path, part in parts.items()}
             with hooked(readers, lambda path, _, output: found.update({path: output})):
@@ -188,6 +189,7 @@ def tensors(model: nn.Module, origin: Origin) -> dict[str, Tensor]:
     own: dict[str, Tensor] = {}
     for path in origin.paths:
         part = model.get_submodule(path)
+        # The part's own tensors, not detached: `checkpoint.load` fills what it gets.
         for name, tensor in part.state_dict(keep_vars=True).items():
             if not name.startswith("base_layer."):
                 own[f"{path}.{name}"] = tensor
@@ -226,6 +228,7 @@ def attach(
         paths=tuple(linears(model, list(parts.down))),
         **facts,
     )
+    # The caller's random state stays as it is.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return _install(model, origin, parts.down, parts.up, weigh, learnt=learnt)
@@ -233,7 +236,7 @@ def attach(
 
 def alone(model: nn.Module, lora: Lora, *, learnt: bool) -> Tuned:
     """Put one LoRA on the base, at its full strength."""
-    one = mixing.Fixed(torch.ones(1))
+    one = mixing.Fixed(torch.ones(1))  # w = 1: y = W x + s B A x
     return attach(
         model, {lora.name: lora}, lambda *_: one, mix="outputs", learnt=learnt
     )
@@ -251,7 +254,7 @@ def _install(
     made = {}
     for path in origin.paths:
         linear = model.get_submodule(path)
-        at = beside(linear.weight)
+        at = beside(linear.weight)  # on its device, in float32 or wider
         part = Mixed(
             linear,
             down[path].to(**at),
@@ -268,6 +271,7 @@ def _install(
 
 def put(model: nn.Module, origin: Origin, made: Mapping[str, Any]) -> Tuned:
     """Freeze the base, and put in what was made of each of its modules, by path."""
+    # First all is frozen: what is put in says of itself what trains.
     model.requires_grad_(False)
     for path, part in made.items():
         model.set_submodule(path, part.train(part.base_layer.training))
@@ -351,7 +355,7 @@ def fit(
         if rate is not None:
             recipe["rates"] = dict.fromkeys(names, rate)
         history = training.fit(model, rows, pad_id=data.pad_id, **recipe)
-    tokens = history.tokens[-1]
+    tokens = history.tokens[-1]  # of all steps together
     cost = Cost(
         spent.trained + trained, spent.forward + tokens, spent.backward + tokens
     )
@@ -363,6 +367,6 @@ def undone(tuned: Tuned) -> Iterator[None]:
     """Take the rival off the model again if this block fails."""
     try:
         yield
-    except BaseException:
+    except BaseException:  # an interrupt, too
         tuned.detach()
         raise

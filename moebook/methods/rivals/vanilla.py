@@ -45,6 +45,7 @@ class Config(Presets):
                 f"choose is '{self.choose}', named is {self.named!r}: give both",
             )
 
+    # Four rows of Table 1, and two that choose by D_K where Source Best saw TEST rows.
     PRESETS: ClassVar = {
         "random": {"choose": "random"},
         "expert_lora": {"choose": "fresh"},
@@ -71,12 +72,13 @@ def tuned(
     if config.choose == "named" and name not in bank:
         refuse("E-NAME", f"no LoRA '{name}' in the bank; {nearest(name, bank)}")
     if config.choose == "random":
+        # Sorted, so that the order of the bank does not matter.
         name = random.Random(f"vanilla/{seed}").choice(sorted(bank))
     if config.choose == "shots":
         name = min(bank, key=lambda name: tuning.on_shots(model, bank[name], data))
         spent = Cost(forward=len(bank) * sum(map(len, data.shots["input_ids"])))
     if config.choose == "fresh":
-        name = next(iter(bank))
+        name = next(iter(bank))  # any: their shapes are the same
         bank = mixing.fresh_like({name: bank[name]}, seed=seed)
     result = tuning.alone(model, bank[name], learnt=config.tune)
     return tuning.fit(result, data, spent=spent, seed=seed, **recipe)
