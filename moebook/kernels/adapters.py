@@ -86,8 +86,10 @@ def reference(
     """Run every adapter on every token and weight it by its gate, 0 if it was not chosen."""
     gates = h.new_zeros(h.shape[0], down.shape[0])  # [T, E]
     gates = gates.scatter_add(1, routing.ids, routing.weights.to(h.dtype))
-    hidden = F.gelu(torch.einsum("td,edr->ter", source, down))
-    outputs = torch.einsum("ter,erd->ted", hidden, up)
+    # Eq. 8 without its residual: gelu(h D_i) U_i.
+    hidden = F.gelu(torch.einsum("td,edr->ter", source, down))  # [T, E, R]
+    outputs = torch.einsum("ter,erd->ted", hidden, up)  # [T, E, D]
+    # Eq. 7; h, the residual, stands outside the sum where gates sum to 1.
     return h + scale * torch.einsum("te,ted->td", gates, outputs)
 
 
@@ -100,6 +102,7 @@ def _segments(
     scale: float | Tensor,
 ) -> Tensor:
     """Sort rows by expert, or by pair of experts where there are enough of each pair."""
+    # On K numbers a token, not D; a scale that is a tensor gets its gradient here.
     gates = routing.weights.to(h.dtype) * scale  # [T, K]
     other = None if source is h else source
     experts = len(down)
@@ -114,6 +117,7 @@ def _segments(
         gates = gates.gather(1, swap)
         pair = ids[:, :1] * experts + ids[:, 1:]  # [T, 1]
         members = [list(pair) for pair in itertools.product(range(experts), repeat=2)]
+        # Of this routing the order and the counts alone are read: any weight will do.
         by_pair = grouped(pair, gates[:, :1], experts**2)
         layout = lay_out(by_pair, h.dtype, 2 * numbers)
     y: Tensor = _Segments.apply(h, other, gates, down, up, layout, members)
@@ -213,7 +217,7 @@ class _Segments(torch.autograd.Function):
             torch.sum(by_expert, 2, out=d_gate[rows])
 
             weighted = _gated(d_hidden, own_gate)
-            d_pre = torch.ops.aten.gelu_backward(weighted, before)
+            d_pre = torch.ops.aten.gelu_backward(weighted, before)  # [p, G * R]
             hidden = _gated(active, own_gate)
 
             d_rows = []

@@ -61,18 +61,20 @@ def balance_loss(
 def reference(logits: Tensor, ids: Tensor, real: Tensor, form: str) -> Tensor:
     """Take f from one-hot vectors; ``real [T]`` is 1 for a token that counts, else 0."""
     experts = logits.shape[1]
-    tokens = real.sum().clamp(min=1)
+    tokens = real.sum().clamp(min=1)  # with none left 0, not 0 / 0
     slots = tokens * ids.shape[1]
     hot = one_hot(ids.long(), experts).to(real.dtype)  # [T, K, E]
-    load = torch.einsum("tke,t->e", hot, real) / slots  # f
-    gates = logits.gather(1, ids.long()).softmax(-1, real.dtype)  # [T, K]
+    load = torch.einsum("tke,t->e", hot, real) / slots  # f, [E]
+    gates = logits.gather(1, ids.long()).softmax(-1, real.dtype)  # [T, K], Eq. 9
     if form == "constant":
+        # A token's K gates sum to 1, so their mean over K is 1 / K, whatever it chose.
         return experts * load.sum() * (gates.mean(-1) @ real) / tokens
     if form == "kept":
-        share = torch.einsum("tke,tk->te", hot, gates)
+        # Each gate at its expert, 0 at the others.
+        share = torch.einsum("tke,tk->te", hot, gates)  # [T, E]
     else:
-        share = logits.softmax(-1, real.dtype)
-    # Real @ share / tokens is p.
+        share = logits.softmax(-1, real.dtype)  # [T, E]
+    # Eq. 10 without alpha, E * sum_i f_i p_i; p is real @ share / tokens.
     return experts * (load * (real @ share)).sum() / tokens
 
 
@@ -96,7 +98,7 @@ class _Balance(torch.autograd.Function):
         torch.softmax(logits, -1, real.dtype, out=share)
         counted = real.unsqueeze(1).expand(ids.shape).flatten()  # [T * K]
         load = real.new_zeros(experts).scatter_add_(0, ids.flatten().long(), counted)
-        # The loss is linear in p: E f / tokens, times the sum of the softmax over tokens.
+        # Eq. 10 is linear in p: E f / tokens, times the sum over tokens of the softmax.
         factor = experts * (load / slots) / tokens  # [E]
         ctx.save_for_backward(share, real, factor)
         ctx.dtype = logits.dtype
@@ -106,7 +108,8 @@ class _Balance(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         share, real, factor = ctx.saved_tensors
-        d_share = empty(share.shape, share)
+        # d loss / d share[t, i] = real_t * factor_i.
+        d_share = empty(share.shape, share)  # [T, E]
         torch.outer(real, factor * grad, out=d_share)  # [T] x [E]
         # In place: the gradient of the logits takes the memory of that of the softmax.
         torch._softmax_backward_data(

@@ -63,7 +63,8 @@ def bank_scoring(
         run = implementation("bank_scoring", impl, _IMPLEMENTATIONS, hidden)
         nats: Tensor = run(hidden.detach(), head.detach(), readers, targets)  # [N, A]
         by_token = nats.double().T.contiguous()
-        # In a fixed order, without atomic additions; unsafe is what does not wait for a GPU.
+        # Rocket Eq. 1's exponent, -sum_i log P(y_i), of each answer: [S, N].
+        # In a fixed order, without atomic additions; unsafe, which waits for no GPU.
         sums = torch.segment_reduce(by_token, "sum", lengths=lengths, unsafe=True)
         return sums.T
 
@@ -78,9 +79,10 @@ def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """
     both = {"logits": (logits, "... V"), "targets": (targets, "...", "int64")}
     known = shapes("token_nats", both, empty="T S ...")["V"]
-    asked = targets.clamp(min=0)
+    asked = targets.clamp(min=0)  # -100 is no place: 0 is read, and left out below
     indices("token_nats", "targets", asked, known)
     logits = wide(logits)
+    # -log softmax(z)[t] = logsumexp(z) - z_t.
     chosen = logits.gather(-1, asked.unsqueeze(-1)).squeeze(-1)
     return torch.where(targets < 0, 0.0, logits.logsumexp(-1) - chosen)
 
@@ -97,7 +99,7 @@ def _blocked(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> 
     A loss of a row needs its whole row of logits, but no other row: so blocks are of rows.
     """
     rows = hidden[:, readers].flatten(0, 1)  # [N * A, D]
-    wanted = targets.repeat(len(hidden))
+    wanted = targets.repeat(len(hidden))  # [N * A], adapter by adapter as the rows
     nats = wide(rows.new_empty(len(rows)))
     size = max(1, LOGITS[rows.device.type] // len(head))
     for start in range(0, len(rows), size):

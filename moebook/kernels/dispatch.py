@@ -248,27 +248,24 @@ def _bind(shape: torch.Size, dims: str, sizes: dict[str, Any]) -> bool:
     """Bind the letters of one tensor, if its shape agrees with those that are bound."""
     leads, layout = _layout(dims)
     if leads:
+        # Whatever stands before the named dimensions is bound as one.
         lead = max(len(shape) - len(layout), 0)
         if sizes.setdefault("...", shape[:lead]) != shape[:lead]:
             return False
         shape = shape[lead:]
     if len(shape) != len(layout):
         return False
+    # Of 2F the factor is 2 and F what is left of the size; of TK both are bound.
     for size, (factor, letters) in zip(shape, layout, strict=True):
-        known = factor  # what the bound letters make of it
-        unbound = ""
-        for letter in letters:
-            if letter in sizes:
-                known *= sizes[letter]
-            else:
-                unbound = letter
+        known = factor * math.prod(sizes[one] for one in letters if one in sizes)
+        unbound = [letter for letter in letters if letter not in sizes]
         if not unbound:
             if size != known:
                 return False
-        elif known and size % known == 0:
-            sizes[unbound] = size // known
-        else:
+            continue
+        if not known or size % known:
             return False
+        sizes[unbound[-1]] = size // known
     return True
 
 

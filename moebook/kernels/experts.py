@@ -66,8 +66,8 @@ def reference(x: Tensor, routing: Routing, bank: Bank, act: Activation) -> Tenso
     gates = gates.scatter_add(1, routing.ids, routing.weights.to(x.dtype))
     pre = torch.einsum("td,efd->tef", x, bank.gate_up)  # [T, E, 2F]
     gate, up = pre.chunk(2, dim=-1)
-    hidden = activated(gate, act) * up
-    outputs = torch.einsum("tef,edf->ted", hidden, bank.down)
+    hidden = activated(gate, act) * up  # [T, E, F]
+    outputs = torch.einsum("tef,edf->ted", hidden, bank.down)  # [T, E, D]
     return torch.einsum("te,ted->td", gates, outputs)
 
 

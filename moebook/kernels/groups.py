@@ -70,25 +70,28 @@ def groups(
     alike = _finite("similarity", similarity)
     value = _finite("worth", worth)
 
+    # Alg. 1, line 7: all N-tuples of the candidates, [groups, N].
     listed = chain.from_iterable(combinations(range(count), size))
     members = np.fromiter(listed, np.int64, number * size).reshape(number, size)
 
-    # Of each group: its sum of similarities, in whole steps, and of worth.
+    # Of each group: its sum of similarities, in whole steps, and of worth. Eq. 6 goes
+    # on to divide the first by the number of pairs, on which no rank depends.
     steps = _steps(alike, size)
     sums = np.zeros(number, np.int64)
-    for i, j in combinations(range(size), 2):
+    for i, j in combinations(range(size), 2):  # ascending members: above the diagonal
         sums += steps[members[:, i], members[:, j]]
     worths = np.zeros(number)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # refused below
         for column in members.T:
             worths += value[column]
     if not np.isfinite(worths).all():
         have = f"worth adds up beyond float64 over {size}"
         refuse("E-NONFINITE", f"groups: {have}: ranks for worth")
 
-    # R_D: 1 and the number of groups that are more diverse; equal ones share it.
+    # Line 9, R_D: 1 and the number of more diverse groups; equal ones share it.
     keys = sums & MASKS[diversity]
     ranks = np.searchsorted(np.sort(keys), keys) + 1
+    # Line 11: the least R_P + R_A + R_D.
     totals = ranks + worths
     order = np.argsort(totals, kind="stable")[:best]
     device = similarity.device
@@ -110,9 +113,11 @@ def _finite(name: str, tensor: Tensor) -> Array:
 def _steps(similarity: Array, size: int) -> Array:
     """Write similarities ``[M, M]`` as whole numbers, so small that no sum overflows."""
     upper = np.triu(similarity, 1)
+    # Not 0, of which there is no exponent to go by.
     largest = max(float(np.abs(upper).max()), np.finfo(np.float64).tiny)
     pairs = math.comb(size, 2)  # that a group's sum is of
     room = BITS - pairs.bit_length()
     _, exponent = math.frexp(largest)
+    # Each step count is at most 2^room, and fewer than 2^(BITS - room) are added.
     steps: Array = np.ldexp(upper, room - exponent).round().astype(np.int64)
     return steps

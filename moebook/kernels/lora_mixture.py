@@ -63,6 +63,7 @@ def reference(
     x: Tensor, base: Tensor, gates: Tensor, down: Tensor, up: Tensor, scale: float
 ) -> Tensor:
     """Add one expert after another."""
+    # Rocket Eq. 8 beside W x, which is ``base``: the gates sum to 1.
     total: Tensor | int = 0
     for gate, a, b in zip(gates.unbind(-1), down, up, strict=True):
         output = F.linear(F.linear(x, a), b)  # B_n A_n x
@@ -134,6 +135,7 @@ class _Mixture(torch.autograd.Function):
         d_down = None
         d_up = None
         if of_gates:
+            # A gate multiplies A_n x: its gradient is the inner product with B_n' d_y.
             terms = wide(d_weighted) * wide(hidden)
             by_expert = terms.unflatten(1, (len(down), -1))  # [T, N, R]
             d_gates = by_expert.sum(2).mul_(ctx.scale).to(gates.dtype).view(gates.shape)

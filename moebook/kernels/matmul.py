@@ -97,6 +97,7 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
         return like.new_empty(shape)
     block = _take(size)
     view = block[:size]
+    # When the process ends nobody needs the block any more.
     weakref.finalize(view, _give_back, block).atexit = False
     return torch.from_numpy(view).view(like.dtype).view(*shape)
 

@@ -130,8 +130,10 @@ def reference(logits: Tensor, top_k: int, combine: str = "renormalised") -> Rout
     """Take the K largest of each row as a stable sort orders them."""
     ids = _sorted(logits.detach(), top_k)
     if combine == "renormalised":
+        # PESC Eq. 9: the softmax over the K kept logits, the others at minus infinity.
         weights = logits.gather(1, ids).softmax(-1)
     else:
+        # Router initialisation, Eq. 2: p_i of all E, read where it was chosen.
         weights = logits.softmax(-1).gather(1, ids)
     return grouped(ids, weights, logits.shape[1])
 
@@ -206,7 +208,7 @@ class _Weights(torch.autograd.Function):
             d_kept = torch._softmax_backward_data(grad, share, -1, share.dtype)
             d_logits.scatter_(1, ids, d_kept)
         else:
-            # In place: first the gradient of the softmax over all E, then of its logits.
+            # In place: the gradient of the softmax over all E, then that of its logits.
             d_logits.scatter_(1, ids, grad)
             torch._softmax_backward_data(
                 d_logits, share, -1, share.dtype, grad_input=d_logits
@@ -245,6 +247,7 @@ class Layout(NamedTuple):
 
     def combine(self, rows: Tensor) -> Tensor:
         """Sum the K rows of each token: ``[P, D]`` to ``[T, D]``."""
+        # It adds while it reads: no [T, K, D] is made.
         return F.embedding_bag(self.place, rows, mode="sum")
 
     def parts(self, most: int) -> list[Part]:
@@ -293,10 +296,11 @@ def lay_out(routing: Routing, dtype: torch.dtype, numbers: int) -> Layout:
     if sizes != counts:
         # Each slot has a row, and the last one of a segment those that fill it up.
         rows = torch.ones_like(order)
-        last = (routing.counts.cumsum(0) - 1).clamp(min=0)
+        # An expert without slots points at a neighbour's slot, and adds 0 to it.
+        last = (routing.counts.cumsum(0) - 1).clamp(min=0)  # [E]
         rows.scatter_add_(0, last, torch.tensor(sizes) - routing.counts)
         token = token.repeat_interleave(rows)  # [P]
-        row = rows.cumsum(0) - rows
+        row = rows.cumsum(0) - rows  # where a slot's rows begin, [T * K]
     place = torch.empty_like(order)
     place[order] = row
     return Layout(segments, token, place.view(routing.ids.shape))

@@ -127,6 +127,7 @@ def _floored(held: list[Largest], count: int) -> tuple[list[Largest], float]:
     if len(keys) > HELD * count:
         held = [_cut(held, count)]
         return held, held[0].key[-1].item()
+    # The C-th largest of n is the (n - C + 1)-th smallest.
     return held, keys.kthvalue(len(keys) - count + 1).values.item()
 
 
@@ -153,7 +154,9 @@ def lengths(rows: Tensor) -> Tensor:
 
 def _compared(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Compare unit rows with each target and take the largest cosine: the reference."""
+    # Eq. 11 and 12: A, transposed.
     cosines = unit(wide(rows)) @ wide(targets).T  # [b, K]
+    # Eq. 13: max_i A_ij, the cosine to the nearest shot.
     return _all(rows), cosines.amax(1)
 
 
@@ -165,6 +168,7 @@ def _sieved(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor
     worthwhile = floor > -torch.inf and len(targets) >= SIEVED
     able = rows.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
     if not (worthwhile and able and rows.dtype == torch.float32):
+        # Eq. 13: shots have length 1, and a row's own divides its maximum alone.
         return _all(rows), product(targets, rows.T).amax(0) / norms
 
     rough_targets = targets.bfloat16()  # [K, D]
@@ -225,12 +229,14 @@ def _looped(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> T
     """Run the two loops of Alg. 2 as they are printed; without ``standing``, each pair once."""
     rows = unit(wide(vectors))
     alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    # Line 5. What went is in D_C no more, so that no later pair has it.
     for i in range(len(rows)):
         for j in range(0 if standing else i + 1, len(rows)):
             if i == j:
                 continue
             if standing and not (alive[i] and alive[j]):
                 continue
+            # Line 6 with Eq. 14; lines 7 to 11: the row nearer to the shots stays.
             if rows[i] @ rows[j] > threshold:
                 loser = j if key[i] > key[j] else i
                 alive[loser] = False
@@ -251,7 +257,7 @@ def near(rows: Tensor, size: int, threshold: float) -> Pairs:
     for start in range(0, len(rows), columns):
         # [size, columns].
         cosines = product(first_rows, rows[start : start + columns].T)
-        close = cosines > threshold
+        close = cosines > threshold  # Alg. 2, line 6
         if start < size:
             close.triu_(1 - start)  # i < j alone
         pairs = close.nonzero()
@@ -280,6 +286,7 @@ def through(
         first, second = pairs(rows, size, threshold)
         i = left[first]
         j = left[second]
+        # Lines 7 to 11, of each pair.
         lose = torch.where(key[i] > key[j], j, i)
         gone = _losers(i, j, lose) if standing else lose
         alive[gone] = False
@@ -302,23 +309,30 @@ def _losers(first: Tensor, second: Tensor, lose: Tensor) -> Tensor:
     rows, pairs = torch.unique(torch.stack([first, second]), return_inverse=True)
     losers = torch.where(lose == first, pairs[0], pairs[1])
     turn = torch.arange(len(first), device=first.device)  # when a pair is settled
-    gone = torch.zeros_like(rows, dtype=torch.bool)
+    is_gone = torch.zeros_like(rows, dtype=torch.bool)
     for _ in range(ROUNDS):
-        # Of each row, the turn of its first pair.
-        earliest = torch.full_like(rows, len(first))
-        earliest.scatter_reduce_(0, pairs.flatten(), turn.repeat(2), "amin")
-        now = (earliest[pairs] == turn).all(0)
-        gone[losers[now]] = True
-        open_yet = ~(now | gone[pairs].any(0))
+        settled = _undisputed(pairs, turn, len(rows))
+        is_gone[losers[settled]] = True
+        # A pair that has lost a row will never be settled.
+        open_yet = ~(settled | is_gone[pairs].any(0))
         pairs = pairs[:, open_yet]
         losers = losers[open_yet]
         turn = turn[open_yet]
 
-    went = gone.tolist()
+    # What is open yet, pair by pair.
+    gone = is_gone.tolist()
     for i, j, loser in zip(*pairs.tolist(), losers.tolist(), strict=True):
-        if not (went[i] or went[j]):
-            went[loser] = True
-    return rows[torch.tensor(went, dtype=torch.bool, device=rows.device)]
+        if not (gone[i] or gone[j]):
+            gone[loser] = True
+    return rows[torch.tensor(gone, dtype=torch.bool, device=rows.device)]
+
+
+def _undisputed(pairs: Tensor, turn: Tensor, rows: int) -> Tensor:
+    """Say which pairs ``[2, P]`` are the first of both their rows: none before takes one away."""
+    never = torch.iinfo(turn.dtype).max
+    earliest = turn.new_full((rows,), never)  # of each row, the turn of its first pair
+    earliest.scatter_reduce_(0, pairs.flatten(), turn.repeat(2), "amin")
+    return (earliest[pairs] == turn).all(0)
 
 
 _NEAREST = {"torch": _sieved, "reference": _compared}

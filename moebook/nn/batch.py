@@ -44,6 +44,7 @@ def check_batch(
             have = ", ".join(batch) or "nothing"
             refuse("E-DATA", f"{who}: the batch holds {have}, expected {name}")
 
+    # Beside ``logits_to_keep`` labels may be fewer than tokens: a letter of their own.
     length = "T" if "logits_to_keep" not in batch else "S"
     dims = {
         IDS: ("B T", "int"),
@@ -59,6 +60,7 @@ def check_batch(
             "E-DATA", f"{who}: no token of the batch has a label, so there is no loss"
         )
     if LABELS in held:
+        # -100 is allowed but no token: 0, which every vocabulary has, takes its place.
         labels = held[LABELS]
         held[LABELS] = labels.masked_fill(labels == IGNORED, 0)
     known = vocabulary(model)
@@ -69,10 +71,8 @@ def check_batch(
 
 
 def _asks(batch: Mapping[str, Any]) -> bool:
-    """Whether any token is to be foretold; none comes before the first of a row."""
-    whole = "logits_to_keep" not in batch or int(batch["logits_to_keep"][0]) == 0
-    first = 1 if whole else 0
-    asked = batch[LABELS][:, first:] != IGNORED
+    """Whether any token is to be foretold: the first column's is not, whatever its label."""
+    asked = batch[LABELS][:, 1:] != IGNORED
     return bool(asked.any())
 
 

@@ -38,7 +38,8 @@ class Experts(nn.Module):
         gate = mlp.gate_proj.weight.detach()  # [F, D]
         up = mlp.up_proj.weight.detach()  # [F, D]
         down = mlp.down_proj.weight.detach()  # [D, F]
-        gate_up = torch.cat([gate, up])
+        gate_up = torch.cat([gate, up])  # [2F, D]
+        # Eq. 3 starts from theta_i = theta_o: each expert is the dense MLP.
         self.gate_up_proj = nn.Parameter(gate_up.repeat(experts, 1, 1))
         self.down_proj = nn.Parameter(down.repeat(experts, 1, 1))
         self.act_fn = mlp.act_fn
@@ -61,6 +62,7 @@ class ExpertMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the mixture's output in the shape of ``x [B, T, D]``."""
         routing = self.router(x)
+        # Experts know tokens alone: [B, T, D] goes in as [B * T, D].
         return self.experts(x.flatten(0, -2), routing).view_as(x)
 
 
@@ -89,13 +91,16 @@ class SplitExperts(nn.Module):
             )
         self.frozen = frozen.requires_grad_(False)
 
+        # Inverse tables: the expert of each place, and the place of each expert.
+        # Both follow from ``chosen``, so no checkpoint needs them.
         device = frozen.down_proj.device
-        numbers = torch.tensor(list(chosen), dtype=torch.int64, device=device)
-        slots = torch.full((experts,), -1, device=device)
+        numbers = torch.tensor(list(chosen), dtype=torch.int64, device=device)  # [N]
+        slots = torch.full((experts,), -1, device=device)  # [E]
         slots[numbers] = torch.arange(len(chosen), device=device)
         self.register_buffer("chosen", numbers, persistent=False)
         self.register_buffer("slots", slots, persistent=False)
 
+        # A tensor as index copies rows, so the host's own stay as they are.
         self.gate_up_proj = nn.Parameter(frozen.gate_up_proj.detach()[numbers])
         self.down_proj = nn.Parameter(frozen.down_proj.detach()[numbers])
 
@@ -104,6 +109,7 @@ class SplitExperts(nn.Module):
     ) -> Tensor:
         """Return ``sum_k w_k E_k(x)`` for ``x [T, D]``; transformers gives ids and weights."""
         if weights is not None:
+            # What came as ``routing`` is ids [T, K], not sorted by expert yet.
             routing = grouped(routing, weights, len(self.slots))
         frozen = Bank(self.frozen.gate_up_proj, self.frozen.down_proj)
         trained = Bank(self.gate_up_proj, self.down_proj)
@@ -115,6 +121,7 @@ class SplitExperts(nn.Module):
     def merged(self) -> nn.Module:
         """Write the trained rows into the host's module and return it."""
         host = self.frozen
+        # The copies may be in float32, the host in 16 bits.
         host.gate_up_proj[self.chosen] = self.gate_up_proj.to(host.gate_up_proj.dtype)
         host.down_proj[self.chosen] = self.down_proj.to(host.down_proj.dtype)
         return host
@@ -131,13 +138,14 @@ class ChosenRows(nn.Module):
     def __init__(self, chosen: Sequence[int], weight: Tensor) -> None:
         super().__init__()
         mask = torch.zeros(len(weight), 1, 1, dtype=torch.bool, device=weight.device)
-        mask[chosen] = True
+        mask[chosen] = True  # [E, 1, 1]
         self.register_buffer("mask", mask, persistent=False)
         frozen_rows = int((~mask).sum())
         self.idle = frozen_rows * weight[0].numel()  # numbers that stay
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the weight."""
+        # The values are the weight's either way; a frozen row's gradient is cut off.
         return torch.where(self.mask, weight, weight.detach())
 
 
@@ -173,6 +181,7 @@ class Adapters(nn.Module):
         self.scale = scale
         self.served_scale = served_scale
         self.dropout = dropout
+        # Eq. 8: W_down and W_up of all E.
         down = torch.zeros(experts, width, adapter_width, dtype=dtype, device=device)
         up = torch.zeros(experts, adapter_width, width, dtype=dtype, device=device)
         self.down = nn.Parameter(down)
@@ -187,6 +196,7 @@ class Adapters(nn.Module):
         source = None  # h itself
         if self.training and self.dropout:
             source = dropout(h, self.dropout)
+        # Eq. 8 has no scale: 1, the default.
         scale = self.scale if self.training else self.served_scale
         return adapters(h, routing, self.down, self.up, scale=scale, source=source)
 
@@ -206,8 +216,10 @@ class AdapterMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``h + scale * sum_k w_k adapter_k(h)`` with ``h = shared(x)``; ``x [B, T, D]``."""
-        routing = self.router(x)
+        routing = self.router(x)  # Eq. 9
+        # E(x) of Eq. 7: all experts share it, so it is computed once.
         h = self.shared(x)
+        # Eq. 7 with Eq. 8 put in; h stands outside the sum where gates sum to 1.
         return self.adapters(h.flatten(0, -2), routing).view_as(h)
 
 

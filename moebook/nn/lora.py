@@ -55,6 +55,7 @@ class _Step(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         y = F.linear(x, weight, bias)  # [T, O]
+        # The factor of what dropout lets through is part of ``scale``.
         read = x * mask  # [T, D]
         hidden = read @ down.T  # [T, R]
         torch.addmm(y, hidden, up.T, alpha=scale, out=y)  # y += scale * hidden B^T

@@ -65,7 +65,7 @@ class LoraMixture(nn.Module):
         self.reads = reads
         self.dropout = dropout
         self.only: int | None = None  # the one expert to use for every token
-        # One factor for all, after B as PEFT has it, and what each expert differs from it by.
+        # One factor for all, after B as in PEFT, and each expert's ratio to it.
         self.scale = scales[0]
         ratios = torch.tensor([scale / scales[0] for scale in scales], dtype=up.dtype)
         self.register_buffer("ratios", ratios.to(up.device), persistent=False)
@@ -77,10 +77,12 @@ class LoraMixture(nn.Module):
             {"x": (x, "... T D"), "down": (self.down, "N R D")},
             empty="T",
         )
-        base = self.base_layer(x)
+        base = self.base_layer(x)  # W x, [..., O]
         source = x.to(self.down.dtype)
         if self.training and self.dropout:
             source = dropout(source, self.dropout)
+        # Eq. 8: sum_n G_n (W x + scale_n B_n A_n x). W x stands outside, since the G_n
+        # sum to 1; of scale_n = scale * ratio_n the ratio goes on the gate.
         gates = self._gates(x, base, source) * self.ratios
         return lora_mixture(source, base, gates, self.down, self.up, self.scale)
 
@@ -94,6 +96,8 @@ class LoraMixture(nn.Module):
             routing = self.router(x)
         else:  # Eq. 9: w_n . (W x) by the router, and what the expert adds
             routing = self.router(base, self._own_logits(source))
+        # Eq. 9: the softmax over the k largest logits; the others, at minus infinity in
+        # the paper, stay 0.
         weights = routing.weights.to(gates.dtype)  # [T, K]
         return gates.flatten(0, -2).scatter(1, routing.ids, weights).view_as(gates)
 
@@ -106,7 +110,8 @@ class LoraMixture(nn.Module):
         hidden = hidden.unflatten(-1, self.down.shape[:2])  # [..., N, R]
         weight = self.router.weight  # [N, O], float32 or wider
         with torch.autocast(source.device.type, enabled=False):
+            # B_n' w_n, [N, R]: once a pass, not once a token.
             read = torch.einsum("no,nor->nr", weight, self.up.to(weight.dtype))
             rows = hidden.flatten(0, -3).to(read.dtype)  # [T, N, R]
-            logits = torch.einsum("tnr,nr->tn", rows, read)
+            logits = torch.einsum("tnr,nr->tn", rows, read)  # [T, N]
             return logits * (self.ratios * self.scale)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 PLAIN = {
-    # Adds a balance loss, which depends on how rows are batched; some families fail with it.
+    # Adds a balance loss, which depends on the batching; some families fail with it.
     "output_router_logits": False,
     # Keep tensors of every layer that nobody reads.
     "output_attentions": False,
@@ -29,6 +29,7 @@ def settle(model: nn.Module) -> list[tuple[Any, str, Any]]:
     changes = []
     for configuration in configurations.values():
         for name, value in PLAIN.items():
+            # Where there is no such name, or no configuration, nothing is to change.
             before = getattr(configuration, name, value)
             if before != value:
                 changes.append((configuration, name, before))
@@ -62,5 +63,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with plain(model):
             yield
     finally:
+        # By the attribute: ``train()`` would set the modules inside, too.
         for module in training:
             module.training = True

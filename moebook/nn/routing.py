@@ -45,6 +45,7 @@ class Decision(NamedTuple):
 
     def real(self) -> Decision:
         """Return the decisions for the real tokens alone, ``[T, ...]``."""
+        # No id is negative, so that without a mask every token is real.
         mask = self.ids[..., 0] >= 0 if self.mask is None else self.mask
         return Decision(
             logits=self.logits[mask],
@@ -94,6 +95,7 @@ class Trace:
     def _begin(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        # Decoders of transformers take ids, then the mask; either may come by name.
         second = args[1] if len(args) > 1 else None
         mask = kwargs.get("attention_mask", second)
         self.attention_mask = mask if isinstance(mask, Tensor) else None
@@ -128,7 +130,7 @@ class Trace:
                 "E-SHAPE",
                 f"attention_mask {tuple(mask.shape)} does not fit the last pass",
             )
-        return mask[:, columns - length :].reshape(-1).bool()
+        return mask[:, columns - length :].reshape(-1).bool()  # [T]
 
 
 class Router(nn.Module):
@@ -170,11 +172,12 @@ class Router(nn.Module):
         """Return ``W x``, plus ``more [T, E]`` if given, ``[T, E]`` for ``x [..., D]``."""
         named = {"x": (x, "... T D"), "the router's weight": (self.weight, "E D")}
         shapes("Router", named, empty="T")
-        rows = x.flatten(0, -2)
+        rows = x.flatten(0, -2)  # [T, D]
         if more is not None:
             shapes(
                 "Router", {"x": (rows, "T D"), "more": (more, f"T {len(self.weight)}E")}
             )
+        # Autocast would multiply in 16 bits, where close logits tie or change places.
         with torch.autocast(x.device.type, enabled=False):
             # [T, D] @ [D, E].
             logits = F.linear(rows.to(self.weight.dtype), self.weight)
@@ -185,8 +188,11 @@ class Router(nn.Module):
     def forward(self, x: Tensor, more: Tensor | None = None) -> Routing:
         """Route the T tokens of ``x [..., D]`` by their `logits`."""
         logits = self.logits(x, more)
+        # PESC Eq. 9, R(x) = Softmax(KeepTopK(W x)), or the probability over all E.
         routing = route(logits, self.top_k, combine=self.combine)
         if self.trace is not None and self.trace.open:
+            # Only the balance loss takes a gradient through a trace, by the logits; in
+            # evaluation mode nothing does, and no graph is kept.
             kept = logits if self.training else logits.detach()
             decision = Decision(kept, routing.ids, routing.weights.detach())
             self.trace.decisions[self.layer] = decision
@@ -228,6 +234,7 @@ def balance(
             decision = router.trace.decisions.get(router.layer)
         if router.trace is None or decision is None:
             refuse("E-MODEL", f"{who} has not run: do a forward pass first")
+        # A pass without a graph leaves a loss that looks right and moves nothing.
         wanted = (
             router.training and router.weight.requires_grad and torch.is_grad_enabled()
         )
@@ -238,10 +245,12 @@ def balance(
                 " torch.no_grad() around the forward pass, and gradient checkpointing with"
                 " use_reentrant=False",
             )
+        # Choices come best first.
         ids = decision.ids[:, :1] if first else decision.ids
         mask = router.trace.padding(len(decision.ids), attention_mask)
         if mask is not None:
             mask = mask.to(ids.device)
+        # PESC Eq. 10 of one layer, without its alpha.
         term = kernels.balance_loss(decision.logits, ids, mask=mask, form=form)
         total = total + term.to(total.device)
     return total
@@ -270,9 +279,10 @@ def observe(
     def see(key: Key, arguments: tuple[Any, ...], output: Any) -> None:
         router = routers[key]
         logits, ids, weights = _decided(router, arguments, output)
+        # The weights of our routers are the gates themselves.
         factor = 1.0 if isinstance(output, Routing) else _factor(router, arguments)
         decisions[key] = Decision(
-            logits=logits.view(*shape, -1),
+            logits=logits.view(*shape, -1),  # [T, E] to [B, S, E]
             ids=ids.view(*shape, -1),
             weights=weights.view(*shape, -1),
             mask=mask,
@@ -289,6 +299,7 @@ def _decided(
 ) -> tuple[Tensor, ...]:
     """Return logits, ids and weights from a router of ours or of transformers."""
     if isinstance(output, Routing):
+        # Ours put out no logits, so they are computed once more.
         return router.logits(*arguments), output.ids, output.weights
     if isinstance(output, tuple) and len(output) == 3:
         logits, weights, ids = output
@@ -323,10 +334,12 @@ def _factor(router: nn.Module, arguments: tuple[Any, ...]) -> float:
     weights = torch.cat([output[1] for output in outputs]).double()  # [PROBES * T, K]
     chosen = torch.cat([output[2] for output in outputs]).long()
 
+    # What gates may be, [PROBES * T, K] each; the weights are one of them times c.
     shares = weights / weights.sum(-1, keepdim=True)
     probabilities = logits.softmax(-1).gather(-1, chosen)
     sigmoids = logits.sigmoid().gather(-1, chosen)
     for gates in (shares, probabilities, sigmoids):
+        # The only c that can be it: both sides have equal sums.
         factor = float(weights.sum() / gates.sum())
         misfit = (weights - factor * gates).abs().max() / weights.abs().max()
         if misfit <= MISFIT:

@@ -23,8 +23,8 @@ from moebook.nn import evaluating
 from moebook.nn.batch import vocabulary
 from moebook.settings import Count, Seed, checked
 
-# Batches sorted by length together: 30 % fewer tokens than in random order on rows of 17 to 80.
-# Packing under a block-diagonal mask was 5 to 17 % slower.
+# Batches sorted by length together: 30 % fewer tokens than in random order on rows
+# of 17 to 80. Packing under a block-diagonal mask was 5 to 17 % slower.
 POOL = 8
 
 
@@ -108,7 +108,9 @@ class Batches:
     def part(self, step: int, part: int, parts: int) -> tuple[dict[str, Any], float]:
         """Return one of a step's parts (if empty, a row without labels) and its share of tokens."""
         rows = self.rows(step)
+        # Rows lie in the order of their lengths: dealt in turn, the parts are alike.
         dealt = rows[part::parts]
+        # A process without rows runs the model all the same: the others wait for it.
         batch = self.collate(dealt if len(dealt) else rows[:1])
         if not len(dealt):
             batch["labels"] = torch.full_like(batch["labels"], IGNORED)
@@ -124,6 +126,7 @@ class Batches:
     def rows(self, step: int) -> np.ndarray:
         """Numbers of the rows in the batch of a step, ``[B]``."""
         epoch, place = divmod(step, self.per_epoch)
+        # The order of one epoch is kept: steps come one after another.
         if self._epoch[0] != epoch:
             self._epoch = (epoch, self._order(epoch))
         return self._epoch[1][place]
@@ -143,12 +146,13 @@ class Batches:
         """Pad rows to ``[B, T]``; labels and logits begin one before the first label of any."""
         ids, mask = padded([self.row_ids[row] for row in rows], self.pad_id)
         labels, _ = padded([self.row_labels[row] for row in rows], IGNORED)
+        # The place that predicts the first label: no logit before it is asked for.
         first = int((labels[:, 1:] != IGNORED).any(0).int().argmax())
         return {
             "input_ids": ids,
             "attention_mask": mask,
-            "labels": labels[:, first:].clone(),
-            # No number: behind a slice, a view, PyTorch multiplies by a frozen head row by row.
+            "labels": labels[:, first:].clone(),  # [B, T - first]
+            # No number: behind a slice, a view, a frozen head is multiplied row by row.
             "logits_to_keep": torch.arange(first, ids.shape[1]),
         }
 
@@ -160,6 +164,7 @@ class Batches:
         for pool in np.split(
             shuffled, range(POOL * self.size, len(shuffled), POOL * self.size)
         ):
+            # Stable, so that equal lengths stay in the order of the seed.
             by_length = pool[np.argsort(self.lengths[pool], kind="stable")]
             batches += np.split(by_length, range(self.size, len(pool), self.size))
         return [batches[place] for place in rng.permutation(len(batches))]
@@ -191,6 +196,7 @@ def nats(model: nn.Module, rows: Rows, *, pad_id: int = 0, batch: int = 32) -> f
     total = 0.0
     batches = Batches(rows, batch, seed=0, pad_id=pad_id)
     batches.check(vocabulary(model), longest(model))
+    # In the order of length, so that padding is least.
     order = np.argsort(batches.lengths, kind="stable")
     label_count = 0
     for row in batches.row_labels:
@@ -205,6 +211,7 @@ def nats(model: nn.Module, rows: Rows, *, pad_id: int = 0, batch: int = 32) -> f
             )
         for chosen in np.array_split(order, batches.per_epoch):
             inputs = send_to_device(batches.collate(chosen), device)
+            # A batch's sum over the labels of all rows: the batches add up to the mean.
             asked = {"num_items_in_batch": label_count, "use_cache": False}
             total += model(**inputs, **asked).loss.item()
     if not math.isfinite(total):

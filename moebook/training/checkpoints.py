@@ -117,7 +117,7 @@ class Store:
         folder = self.folder
         if folder.exists() and not folder.is_dir():
             refuse("E-PATH", f"{folder} is a file; expected a folder for checkpoints")
-        # In a run nobody else can be there but the kernel of a killed one, about to end.
+        # In a run nobody is there but the kernel of a killed one, about to end.
         with storage.locked(folder / ".lock", wait=not self.asked):
             storage.sweep(folder)
             for leftover in (*folder.glob(".stage-*"), *folder.glob(".trash-*")):
@@ -133,16 +133,18 @@ class Store:
         """
         step = len(seconds)
         there = self.steps()
-        if not self.asked and seconds[-1] / step * total < min(
-            PAUSE, size(model) / RATE
-        ):
+        price = size(model) / RATE  # seconds that a checkpoint may take
+        whole = seconds[-1] / step * total  # by the mean of the steps so far
+        if not self.asked and whole < min(PAUSE, price):
             return False
-        if {mark for mark in self.marks if 0 < mark < step} - {*there}:
+        missing = {mark for mark in self.marks if 0 < mark < step} - {*there}
+        if missing:
             return False
         if step % self.every == 0 or step in {total, *self.marks}:
             return True
+        # Since the last one, or the beginning; a large checkpoint waits longer.
         waited = seconds[-1] - (seconds[there[-1] - 1] if there else 0.0)
-        return waited > PAUSE + size(model) / RATE
+        return waited > PAUSE + price
 
     def resume(
         self,
@@ -167,6 +169,7 @@ class Store:
                 measure(mark, history)
         if not newest:
             return history
+        # Last: for its marks the training went back to earlier steps.
         restored = self.restore(model, optimizer, schedule, newest)
         if not self.asked:  # what the run's time counts in
             storage.write(self.folder / FOUND, str(restored.seconds[-1]))
@@ -246,6 +249,7 @@ class Store:
         else:
             tensors = _read(path, _changing(model) | _moments(_order(model, optimizer)))
         restore(model, optimizer, tensors)
+        # A rate is a function of the step alone, so that it is computed, not kept.
         schedule.last_epoch = step
         factors = schedule.lr_lambdas
         for group, factor in zip(optimizer.param_groups, factors, strict=True):
@@ -289,6 +293,8 @@ def store_of(
     if output is None and RESUME not in os.environ:
         return None
     settings = json.loads(json.dumps(asdict(recipe)))
+    # By settings, rows and weights one training is told from another. The steps in all
+    # stand for both ways to ask for them.
     run = {
         **settings,
         "steps": total,
@@ -360,9 +366,11 @@ def restore(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) 
         what = f"{len(misfits)} tensors do not fit this model"
         refuse("E-SHAPE", f"{what}, first {misfits[:3]}")
 
+    # All checks are done: from here on the model changes.
     with torch.no_grad():
         for name, tensor in changing.items():
             tensor.copy_(tensors[name])
+    # The optimizer knows its parameters by number, in the order of `_order`.
     numbered = dict(enumerate(state.values()))
     optimizer.load_state_dict({**optimizer.state_dict(), "state": numbered})
 

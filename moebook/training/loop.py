@@ -107,6 +107,7 @@ def fit(
         accelerator, shards = processes.join(model, plan, shards)
         rank = accelerator.process_index
         world = accelerator.num_processes
+        # Before anything is made of the parameters: their hash, their moments.
         widen(model)
 
         store = checkpoints.store_of(
@@ -127,6 +128,7 @@ def fit(
         # With FSDP2 a twin of the model trains, in shards of it.
         trained = shards.twin(model) if shards else model
         wrapped, optimizer = accelerator.prepare(trained, make_optimizer(trained, plan))
+        # Not by `prepare`: accelerate would step it once for each process.
         schedule = make_schedule(optimizer, plan, total)
 
         # Go on from the newest checkpoint, if there is one.
@@ -143,7 +145,7 @@ def fit(
         began = time.perf_counter() - seconds_before
         processes.release(model, trained)
 
-        # A batch of B rows comes in parts: one after another in a process, or one a process.
+        # A batch of B rows comes in parts: one after another, or one a process.
         parts = plan.accumulate * world
         inner = accelerator.unwrap_model(wrapped)
         for step in runtime.progress(range(done, total), label, total - done):
@@ -153,7 +155,7 @@ def fit(
             _seed(plan.seed, step, rank)
             wrapped.train()
             label_count = torch.tensor(batches.labels(step), device=accelerator.device)
-            # Of loss and penalty, over the parts.
+            # Of loss and penalty, over the parts, [2].
             sums = torch.zeros(2, dtype=torch.double).to(label_count.device)
 
             for part in range(rank, parts, world):
@@ -161,11 +163,12 @@ def fit(
                 batch = send_to_device(batch, accelerator.device)
                 is_last = part + world >= parts
                 with _exchanging(accelerator, wrapped, is_last):
-                    # The mean over all labels of the batch, whatever part they are in.
+                    # -log P (Rocket Eq. 15), as the mean over all labels of the batch,
+                    # whatever part they are in.
                     asked = {"num_items_in_batch": label_count, "use_cache": False}
                     with autocast():
                         loss = wrapped(**batch, **asked).loss
-                    # Losses are summed over the parts, but gradients averaged over the processes.
+                    # Losses add up over parts; gradients are averaged over processes.
                     loss = loss * world
                     extra = torch.zeros_like(loss)
                     if penalty:
@@ -175,8 +178,9 @@ def fit(
                 sums += torch.stack([loss.detach(), extra.detach()])
                 del loss, extra  # and with them the graph
 
-            # Nothing moves unless the whole batch's loss, penalty and gradient are finite.
+            # Nothing moves unless the batch's loss, penalty and gradient are finite.
             norm = float(accelerator.clip_grad_norm_(wrapped.parameters(), plan.clip))
+            # The mean over processes takes ``world`` out again.
             batch_loss, batch_extra = accelerator.reduce(sums, "mean").tolist()
             if not math.isfinite(batch_loss + batch_extra + norm):
                 trained.zero_grad()
@@ -230,6 +234,7 @@ def _marks(milestones: Milestones) -> frozenset[int]:
 
 def _seed(seed: int, step: int, rank: int) -> None:
     """Seed torch's generators for a step; the first process as if it were alone."""
+    # Mixed: by seed + step, step 1 of seed 0 would draw what step 0 of seed 1 draws.
     entropy = [seed, step, rank] if rank else [seed, step]
     torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
 

@@ -19,7 +19,8 @@ class StepMemory:
     parameters: int  # and buffers
     # By autograd for the backward pass, parameters left out, each tensor once.
     kept: int
-    trained: int  # gradients and AdamW's two moments of the parameters that require a gradient
+    # Gradients, and AdamW's two moments, of the parameters that require a gradient.
+    trained: int
 
     @property
     def total(self) -> int:

@@ -33,10 +33,12 @@ def widen(model: nn.Module) -> None:
         Refusal: E-DTYPE where a part of a host in 16 bits is to train beside a frozen part.
     """
     narrow = [part for part in model.parameters() if _is_narrow(part)]
+    # Where all that is narrow trains, all becomes wide, and no module meets two dtypes.
     if not all(part.requires_grad for part in narrow):
         _check_modules(model)
     for part in narrow:
         if part.requires_grad:
+            # The parameter stays the same object, so that tied ones stay tied.
             part.data = wide(part.data)
             part.grad = None  # one from before is in the old dtype
 

@@ -74,7 +74,7 @@ def telling() -> Iterator[None]:
 def release(model: nn.Module, trained: nn.Module) -> None:
     """Free what a model holds whole and its twin in shards."""
     for own, part in zip(model.parameters(), trained.parameters(), strict=True):
-        if isinstance(part, DTensor):
+        if isinstance(part, DTensor):  # one that is not is the model's own tensor
             own.data = own.data.new_empty(0)
 
 

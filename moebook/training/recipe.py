@@ -101,6 +101,7 @@ def _groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     groups: dict[Any, dict[str, Any]] = {}
     for name, parameter in trained:
         path = name.split(".")
+        # A whole name on the path, no piece of one.
         own = next((part for part in rates if part in path), None)
         decay = recipe.weight_decay if own is None and name in decayed else 0.0
         rate = recipe.lr if own is None else rates[own]

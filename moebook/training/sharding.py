@@ -86,6 +86,7 @@ def twin(model: nn.Module) -> nn.Module:
             "E-DTYPE",
             f"{names} train together; FSDP2 needs one dtype: load it in float32",
         )
+    # Tensors are handed in as copied already, so that both models hold the same ones.
     return copy.deepcopy(
         model, {id(t): t for t in chain(model.parameters(), model.buffers())}
     )
@@ -99,6 +100,7 @@ def agreed(work: Callable[[], Made]) -> Made:
         made = work()
     except (OSError, Refusal) as error:
         wrong = error
+    # All meet here before any raises: else the others would wait for one that has gone.
     outcomes = gather_object([(made, wrong)])
     for _, failure in outcomes:
         if failure:
@@ -141,13 +143,14 @@ def write(
         try:
             dcp.save(dict(tensors), storage_writer=writer)
         except CheckpointException as error:
+            # What failed in a process, without what torch wraps around it.
             raise next(iter(error.failures.values()))[0] from None
 
     with ExitStack() as stack:
         stage = agreed(begin)
         agreed(fill)
         agreed(shards)
-        agreed(stack.close)
+        agreed(stack.close)  # seals the folder and gives it its name
 
 
 fit: Any = partial(loop.fit, shards=sys.modules[__name__])

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.utils import logging
 
 from moebook.errors import Refusal
+from moebook.nn.batch import check_batch
 from moebook.training import fit
 from moebook.training.batches import Batches
 from tests.refusals import refused
@@ -371,6 +372,17 @@ def test_an_epoch_holds_every_row_once_in_an_order_of_seed_and_epoch_alone(rows)
     assert sorted(first) == sorted(second) == list(range(23))
     assert first != second
     assert there != drawn(range(12), seed=6)
+
+
+@pytest.mark.parametrize("places", [{}, {"logits_to_keep": torch.arange(1, 4)}])
+def test_a_label_that_no_token_foretells_is_no_label(places, tiny):
+    ids = torch.arange(12).view(3, 4)
+    labels = ids[:, -3:] if places else ids
+    first = labels.where(torch.arange(labels.shape[1]) == 0, -100)
+    batch = {"input_ids": ids, "labels": first, **places}
+    told = "who: no token of the batch has a label"
+    refused(f"E-DATA: {told}", check_batch, "who", tiny(), batch, needs=["labels"])
+    check_batch("who", tiny(), batch | {"labels": labels}, needs=["labels"])
 
 
 def test_a_batch_is_the_one_padded_by_hand_and_leaving_out_logits_changes_no_loss(

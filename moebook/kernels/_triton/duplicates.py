@@ -126,7 +126,7 @@ def _mark(
     comes_after = i[:, None] < j[None, :]
     near = (total > threshold) & is_later_row[None, :] & comes_after
 
-    # WORD neighbours are the bits of one word: no two are the same bit, so a sum sets them.
+    # WORD neighbours are the bits of one word, each its own, so that a sum sets them.
     bits = near.to(tl.int32) << (tl.arange(0, BN) % WORD)[None, :]
     word = tl.sum(tl.reshape(bits, (BM, BN // WORD, WORD)), 2)
     to = marks + i.to(tl.int64)[:, None] * words

@@ -140,6 +140,7 @@ def _gated_back(
         hidden = gate * share * up
         total += grad * hidden
         grad *= factor
+        # silu(g) = g s with s = sigmoid(g), so silu'(g) = s (1 + g (1 - s)).
         d_gate = grad * up * share * (1.0 + gate * (1.0 - share))
         tl.store(d_pre + at, d_gate.to(d_pre.dtype.element_ty), mask=inside)
         tl.store(

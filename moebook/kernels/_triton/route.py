@@ -19,7 +19,8 @@ ROWS = 32  # tokens of one program that chooses
 FIRST = tl.constexpr(2**31 - 1)
 LAST = tl.constexpr(-(2**31))
 ITEMS = 128  # items of one program that sorts
-WARPS = 8  # of a program that compares all its items with one another: with fewer, registers spill
+# Of a program that compares all its items with one another; fewer spill registers.
+WARPS = 8
 
 
 def run(logits: Tensor, top_k: int, combine: str) -> Routing:
@@ -51,7 +52,8 @@ def _choose(
     logit = tl.load(logits + row[:, None] * E + expert, mask=inside, other=0).to(
         tl.float32
     )
-    # Whole numbers in the order of the logits, NaN first as in a sort; what was taken comes last.
+    # Whole numbers in the order of the logits, NaN first as in a sort; what was taken
+    # comes last.
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
     rank = tl.where(logit != logit, FIRST, bits ^ ((bits >> 31) & FIRST))
     rank = tl.where(inside, rank, LAST)
@@ -76,7 +78,8 @@ def sort(ids: Tensor, bins: int, *, pairs: int = 0) -> tuple[Tensor, Tensor]:
     _count[(blocks,)](
         ids, within, counts, n, blocks, E=pairs, BT=ITEMS, num_warps=WARPS
     )
-    ends = counts.view(-1).cumsum(0)
+    # Key by key, and within a key block by block: so places are stable.
+    ends = counts.view(-1).cumsum(0)  # [bins * blocks]
     _place[(blocks,)](ids, within, counts, ends, order, n, blocks, E=pairs, BT=ITEMS)
     return order, counts.sum(1)
 
@@ -102,6 +105,7 @@ def _count(ids, within, counts, n, blocks, E: tl.constexpr, BT: tl.constexpr):
     before = tl.sum((same & (lane[None, :] < lane[:, None])).to(tl.int32), axis=1)
     total = tl.sum(same.to(tl.int32), axis=1)
     tl.store(within + item, before, mask=item < n)
+    # One lane writes a key's number: that of its last item.
     last = (item < n) & (before == total - 1)
     tl.store(counts + key * blocks + tl.program_id(0), total.to(tl.int64), mask=last)
 
