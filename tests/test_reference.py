@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from moebook.lab.pages import pages
+from moebook.lab.pages import extension
 from recipes import reference
 
 ROOT = reference.ROOT
@@ -127,9 +127,11 @@ def _documented(module, name):
 
 def test_every_notebook_and_theory_page_leads_to_its_page():
     ours = set(reference.pages())
-    assert {f"reference_{name}" for name in pages.REFERENCE.values()} <= ours
+    assert {f"reference_{name}" for name in extension.REFERENCE.values()} <= ours
     recipes = {path.stem[3:] for path in (ROOT / "notebooks").glob("*.ipynb")}
-    assert {name for name in recipes if "findings" not in name} == set(pages.REFERENCE)
+    assert {name for name in recipes if "findings" not in name} == set(
+        extension.REFERENCE
+    )
     for path in (ROOT / "book").glob("*_theory.md"):
         assert "](reference_" in path.read_text(encoding="utf-8"), path.name
 

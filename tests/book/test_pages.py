@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from moebook.lab import papers, plotting
 from moebook.lab.evidence import findings, verdicts
-from moebook.lab.pages import generated, pages
+from moebook.lab.pages import extension, generated, pages
 from moebook.lab.papers.arithmetic import Finding
 from moebook.lab.records import Run, Value, write_run
 from moebook.lab.records.store import LIVE, Pool
@@ -361,7 +361,7 @@ def test_the_figures_of_the_fault_tests_come_from_their_record_alone(tmp_path):
 
 
 def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(project):
-    page = pages.badge(_ran(3), project)
+    page = extension.badge(_ran(3), project)
     for fact in (
         "tier <b>study",
         "seed <b>3",
@@ -375,14 +375,14 @@ def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(p
     assert "accelerator" not in page
     assert "numbers mean nothing" not in page
     assert "[reference](../reference_methods_pesc.md)" in page
-    live = pages.badge(_ran(3, "smoke"), project)
+    live = extension.badge(_ran(3, "smoke"), project)
     assert "numbers mean nothing" in live
     assert "Full-size runs: nano (2 seeds)" in live
     assert "full-size runs show: [the findings](01_pesc_findings.ipynb)" in live
     (project / "notebooks" / "01_pesc_findings.ipynb").unlink()
-    live = pages.badge(_ran(3, "smoke"), project)
+    live = extension.badge(_ran(3, "smoke"), project)
     assert "full-size runs show: [the ledger](../ledger.md)" in live
-    assert "Full-size runs" not in pages.badge(
+    assert "Full-size runs" not in extension.badge(
         replace(_ran(0), notebook="esft"), project
     )
 
@@ -398,7 +398,7 @@ def test_the_set_up_of_a_page_is_one_folded_cell():
         cell("run = begin(In, globals())", "hide-input"),
         cell("a"),
     ]
-    shown = [*pages._with_one_set_up(cells)]
+    shown = [*extension._with_one_set_up(cells)]
     assert [one["source"] for one in shown] == [
         "import sys",
         "a: int = 1\n\na = 2\n\nrun = begin(In, globals())",

@@ -25,7 +25,7 @@ from moebook import models, storage
 from moebook.data import hub
 from moebook.errors import Refusal
 from moebook.lab import papers, records
-from moebook.lab.pages import book, pages
+from moebook.lab.pages import book, extension, pages
 from moebook.lab.pages.compare import compare
 from moebook.lab.papers import printed
 from moebook.lab.records import Curve, Run, Value, store
@@ -281,7 +281,7 @@ def verified(name: str | None, shown: Callable[[Path], Any]) -> Callable[[Path],
 def page(folder: Path) -> Any:
     book._check(folder, "01_toy", "smoke")
     run = records.read_run(folder / "book" / "notebooks" / "01_toy.parquet")
-    return repr(run), pages.Places(folder)._anchors, pages.badge(run, folder)
+    return repr(run), pages.Places(folder)._anchors, extension.badge(run, folder)
 
 
 TABLE = """\

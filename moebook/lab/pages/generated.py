@@ -16,6 +16,7 @@ from moebook.errors import Refusal
 from moebook.lab import papers, plotting
 from moebook.lab.evidence import findings, prose, verdicts
 from moebook.lab.pages import moving, pages, plans
+from moebook.lab.pages.filling import page
 from moebook.lab.records import store
 from moebook.lab.run import freshness, sources
 
@@ -65,10 +66,10 @@ def generated(folder: Path) -> dict[str, str]:
     made_of = freshness.digest(folder, freshness.COMMITTED)
     rows = verdicts.ledger(folder)
     places = pages.Places(folder)
-    judged = {name: pages.page(name, rows=rows, places=places) for name in JUDGED}
+    judged = {name: page(name, rows=rows, places=places) for name in JUDGED}
     return judged | {
         **committed(folder, made_of),
-        "promises": pages.page("promises", drawn=_promises(folder, made_of)),
+        "promises": page("promises", drawn=_promises(folder, made_of)),
         "records": pages.recorded(folder),
         "experts": moving.experts(folder),
         "selection": moving.selection(folder),

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from moebook.lab import papers
-from moebook.lab.pages.pages import page
+from moebook.lab.pages.filling import page
 from moebook.lab.records import Run, store
 from moebook.methods import pesc, rocket
 from moebook.methods.pesc.measure import HOSTS

@@ -1,31 +1,25 @@
-"""The book's generated pages: jinja2 templates filled from verdicts, pools and the audit.
-
-As a Sphinx extension (``extra_extensions`` in _config.yml) the module puts a badge under each
-notebook's title while a page is read: what its run cost. The executed copies stay as they ran.
-"""
+"""The book's generated pages: templates filled from verdicts, pools and the audit."""
 
 from __future__ import annotations
 
 import inspect
-import json
 import pkgutil
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from moebook import storage
-from moebook.errors import printable, refuse
+from moebook.errors import refuse
 from moebook.intervals import another
 from moebook.lab import records
 from moebook.lab.evidence import findings, heads, verdicts
 from moebook.lab.evidence.verdicts import Row, Verdict, amount, seeds, span
+from moebook.lab.pages.filling import ENVIRONMENT, page
 from moebook.lab.papers import Claim
 from moebook.lab.papers.arithmetic import STATUSES, Finding
 from moebook.lab.records import Run, Value, since, store
@@ -33,7 +27,7 @@ from moebook.lab.records.runs import restored
 from moebook.lab.records.store import CLASS, COMMITTED, LIVE, Pool
 from moebook.lab.run import pace, sources
 from moebook.lab.run.session import VALUE
-from moebook.lab.run.sources import cost, duration, size
+from moebook.lab.run.sources import commit, cost, duration
 
 TITLES = {
     "bases": "Base and tasks",
@@ -64,13 +58,6 @@ FAULTS = {
     "kills": "Killed runs and studies",
     "store": "Processes on one store",
 }
-
-
-def commit(known: Mapping[str, Any] | None) -> str:
-    """Write a commit as `results.commit` gives it: seven digits, and whether files differed."""
-    return (
-        f"{known['id'][:7]}{' with changes' * known['dirty']}" if known else "unknown"
-    )
 
 
 def anchor(pool: Pool) -> str:
@@ -111,16 +98,6 @@ def compared(measure: str) -> str:
     quantity = "/".join(parts[place + 1 :])
     text = f"{QUANTITIES.get(quantity, quantity)}, {parts[place]} less {others[place]}"
     return text.replace("_", " ")
-
-
-ENVIRONMENT = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=jinja2.StrictUndefined,
-    finalize=lambda x: printable(x) if type(x) is str else x,  # one line of Markdown
-)
 
 
 def judged(rows: Iterable[Row]) -> dict[str, Counter[str]]:
@@ -198,11 +175,6 @@ ENVIRONMENT.globals.update(
     FAULTS=FAULTS,
     COMMANDS=pace.COMMANDS,
 )
-
-
-def page(name: str, **parts: Any) -> str:
-    """Fill a template."""
-    return ENVIRONMENT.get_template(f"{name}.md").render(parts).strip("\n") + "\n"
 
 
 @dataclass(frozen=True)
@@ -404,129 +376,3 @@ def accelerated(folder: Path) -> str:
         ran = [recorded[command] for command in step["commands"] if command in recorded]
         steps.append((step, ran, storage.files.code(folder / step["code"])))
     return page("accelerated", steps=steps)
-
-
-REFERENCE = {
-    "bases": "models",
-    "pesc": "methods_pesc",
-    "router_init": "methods_upcycling",
-    "rocket": "methods_rocket",
-    "rivals": "methods_rivals",
-    "banks": "methods_rocket",
-    "esft": "methods_esft",
-    "routing": "analysis",
-    "together": "together",
-    "kernels": "kernels",
-}
-"""Notebook to the page of the reference with the functions that it calls."""
-ABBREVIATIONS = (" Alg.", " App.", " Eq.", " Fig.", " Sec.", "(Eq.", "(Sec.", "(App.")
-"""What ends no sentence in a docstring: the reference's tables show the first one."""
-
-
-def setup(app: Any) -> dict[str, Any]:
-    """Connect to Sphinx."""
-    from sphinx.ext import autosummary  # which a page of findings does without
-
-    known: tuple[str, ...] = autosummary.WELL_KNOWN_ABBREVIATIONS
-    autosummary.WELL_KNOWN_ABBREVIATIONS = known + ABBREVIATIONS  # type: ignore[assignment]
-    app.connect("builder-inited", _complete)
-    app.connect("source-read", _insert)
-    app.connect("html-page-context", _mend, priority=900)  # after all who add scripts
-    return {"parallel_read_safe": True}
-
-
-def _complete(app: Any) -> None:
-    """Let the book on one page write what extensions taught the book of many pages to write."""
-    known = app.registry.translation_handlers
-    known["singlehtml"] = known["html"] | known.get("singlehtml", {})
-
-
-def _insert(app: Any, docname: str, source: list[str]) -> None:
-    """Fold the set-up of an executed notebook that measures into one cell; put the badge on top.
-
-    Where a cell has drawn nothing, and says so, no caption stands below.
-    """
-    if not docname.startswith("notebooks/"):
-        return
-    notebook = json.loads(source[0])
-    for cell in notebook["cells"]:
-        shown = [output.get("data", {}) for output in cell.get("outputs", ())]
-        if not any("image/png" in data for data in shown):
-            cell["metadata"].get("mystnb", {}).pop("figure", None)
-    if docname.endswith("_findings"):
-        for cell in notebook["cells"]:
-            if "injected-parameters" in storage.tags(cell):
-                # The page trains nothing: its tier says nothing to a reader.
-                storage.tags(cell).append("remove-cell")
-        source[0] = json.dumps(notebook)
-        return
-    notebook["cells"] = [*_with_one_set_up(notebook["cells"])]
-    path = Path(app.srcdir) / f"{docname}.parquet"
-    app.env.note_dependency(str(path))
-    text = badge(records.read_run(path), path.parents[2])
-    notebook["cells"].insert(
-        1, {"cell_type": "markdown", "metadata": {}, "source": text}
-    )
-    source[0] = json.dumps(notebook)
-
-
-def _with_one_set_up(cells: Iterable[Any]) -> Iterator[Any]:
-    """Yield cells, those that hold parameters as the first lines of the cell after them."""
-    parameters: list[str] = []
-    for cell in cells:
-        source = "".join(cell["source"])
-        if {"parameters", "injected-parameters"} & {*storage.tags(cell)}:
-            parameters.append(source)
-            continue
-        yield {**cell, "source": "\n\n".join([*parameters, source])}
-        parameters = []
-
-
-def _mend(
-    app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
-) -> None:
-    """Keep one of the scripts that several extensions add, and no label that is none.
-
-    The front page's entry in the sidebar is short; its title is not. ARIA has given up two roles
-    that docutils writes, and a fold is called by what it shows.
-    """
-    first: dict[Any, Any] = {}
-    for script in context["script_files"]:
-        body = script.attributes.get("body") or ""
-        first.setdefault((script.filename or "", body), script)
-    context["script_files"] = list(first.values())
-    context["root_title"] = "Start here"
-    for role in (' role="list" class="citation-list"', ' role="doc-biblioentry"'):
-        context["body"] = context.get("body", "").replace(
-            role, role.partition('list"')[2]
-        )
-    label = '<summary aria-label="Toggle hidden content">'
-    context["body"] = context["body"].replace(label, "<summary>")
-
-
-def badge(run: Run, folder: Path) -> str:
-    """Return what a live page's run cost, and where the pools of its notebook are."""
-    manifest = run.manifest
-    machine = manifest["environment"]
-    peak = manifest["peak_memory"]
-    facts = {
-        "tier": run.tier,
-        "seed": run.seed,
-        "ran in": duration(manifest["seconds"]),
-        "peak memory": size(peak) if peak else peak,
-        "cores": f"{machine['cores']} × {machine['cpu']}",
-        "accelerator": machine["accelerator"],
-        "date": manifest["date"][:10],
-        "commit": commit(manifest.get("commit")),
-        "set by the reader": ", ".join(
-            f"{k} = {v}" for k, v in manifest["overrides"].items()
-        ),
-    }
-    pages = sorted((folder / "notebooks").glob(f"*_{run.notebook}_findings.ipynb"))
-    where = (
-        f"[the findings]({pages[0].name})" if pages else "[the ledger](../ledger.md)"
-    )
-    pools = store.pools(run.notebook, folder, read=records.runs.read_head)
-    reference = REFERENCE.get(run.notebook, "")
-    parts = {"pools": pools, "where": where, "reference": reference}
-    return "\n" + page("badge", run=run, facts=facts, **parts)

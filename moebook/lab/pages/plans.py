@@ -13,7 +13,7 @@ import pandas as pd
 
 from moebook import runtime, storage
 from moebook.lab import papers, planning
-from moebook.lab.pages.pages import page
+from moebook.lab.pages.filling import page
 from moebook.lab.planning import Plan
 from moebook.lab.planning.trainings import trainings
 from moebook.lab.run import parameters, sources

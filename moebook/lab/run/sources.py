@@ -335,3 +335,10 @@ def size(bytes_: int | None) -> str:
     if bytes_ is None:
         return "memory not measured"
     return f"{bytes_ / 1e9:.1f} GB" if bytes_ >= 1e9 else f"{bytes_ / 1e6:.0f} MB"
+
+
+def commit(known: Mapping[str, Any] | None) -> str:
+    """Write a commit as `storage.commit` gives it: seven digits, and whether files differed."""
+    if not known:
+        return "unknown"
+    return f"{known['id'][:7]}{' with changes' * known['dirty']}"

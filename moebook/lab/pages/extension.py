@@ -1,0 +1,144 @@
+"""What the book adds to Sphinx, by ``extra_extensions`` in _config.yml.
+
+While a notebook's page is read, a badge comes under its title, which says what the run cost, and
+its set-up into one cell; the executed copy stays as it ran. Nothing here needs torch or verdicts:
+so a changed sentence is shown soon.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from moebook import storage
+from moebook.lab import records
+from moebook.lab.pages.filling import page
+from moebook.lab.records import Run, store
+from moebook.lab.run.sources import commit, duration, size
+
+REFERENCE = {
+    "bases": "models",
+    "pesc": "methods_pesc",
+    "router_init": "methods_upcycling",
+    "rocket": "methods_rocket",
+    "rivals": "methods_rivals",
+    "banks": "methods_rocket",
+    "esft": "methods_esft",
+    "routing": "analysis",
+    "together": "together",
+    "kernels": "kernels",
+}
+"""Notebook to the page of the reference with the functions that it calls."""
+ABBREVIATIONS = (" Alg.", " App.", " Eq.", " Fig.", " Sec.", "(Eq.", "(Sec.", "(App.")
+"""What ends no sentence in a docstring: the reference's tables show the first one."""
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Connect to Sphinx."""
+    from sphinx.ext import autosummary  # which a page of findings does without
+
+    known: tuple[str, ...] = autosummary.WELL_KNOWN_ABBREVIATIONS
+    autosummary.WELL_KNOWN_ABBREVIATIONS = known + ABBREVIATIONS  # type: ignore[assignment]
+    app.connect("builder-inited", _complete)
+    app.connect("source-read", _insert)
+    app.connect("html-page-context", _mend, priority=900)  # after all who add scripts
+    return {"parallel_read_safe": True}
+
+
+def _complete(app: Any) -> None:
+    """Let the book on one page write what extensions taught the book of many pages to write."""
+    known = app.registry.translation_handlers
+    known["singlehtml"] = known["html"] | known.get("singlehtml", {})
+
+
+def _insert(app: Any, docname: str, source: list[str]) -> None:
+    """Fold the set-up of an executed notebook that measures into one cell; put the badge on top.
+
+    Where a cell has drawn nothing, and says so, no caption stands below.
+    """
+    if not docname.startswith("notebooks/"):
+        return
+    notebook = json.loads(source[0])
+    for cell in notebook["cells"]:
+        shown = [output.get("data", {}) for output in cell.get("outputs", ())]
+        if not any("image/png" in data for data in shown):
+            cell["metadata"].get("mystnb", {}).pop("figure", None)
+    if docname.endswith("_findings"):
+        for cell in notebook["cells"]:
+            if "injected-parameters" in storage.tags(cell):
+                # The page trains nothing: its tier says nothing to a reader.
+                storage.tags(cell).append("remove-cell")
+        source[0] = json.dumps(notebook)
+        return
+    notebook["cells"] = [*_with_one_set_up(notebook["cells"])]
+    path = Path(app.srcdir) / f"{docname}.parquet"
+    app.env.note_dependency(str(path))
+    text = badge(records.read_run(path), path.parents[2])
+    notebook["cells"].insert(
+        1, {"cell_type": "markdown", "metadata": {}, "source": text}
+    )
+    source[0] = json.dumps(notebook)
+
+
+def _with_one_set_up(cells: Iterable[Any]) -> Iterator[Any]:
+    """Yield cells, those that hold parameters as the first lines of the cell after them."""
+    parameters: list[str] = []
+    for cell in cells:
+        source = "".join(cell["source"])
+        if {"parameters", "injected-parameters"} & {*storage.tags(cell)}:
+            parameters.append(source)
+            continue
+        yield {**cell, "source": "\n\n".join([*parameters, source])}
+        parameters = []
+
+
+def _mend(
+    app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Keep one of the scripts that several extensions add, and no label that is none.
+
+    The front page's entry in the sidebar is short; its title is not. ARIA has given up two roles
+    that docutils writes, and a fold is called by what it shows.
+    """
+    first: dict[Any, Any] = {}
+    for script in context["script_files"]:
+        body = script.attributes.get("body") or ""
+        first.setdefault((script.filename or "", body), script)
+    context["script_files"] = list(first.values())
+    context["root_title"] = "Start here"
+    for role in (' role="list" class="citation-list"', ' role="doc-biblioentry"'):
+        context["body"] = context.get("body", "").replace(
+            role, role.partition('list"')[2]
+        )
+    label = '<summary aria-label="Toggle hidden content">'
+    context["body"] = context["body"].replace(label, "<summary>")
+
+
+def badge(run: Run, folder: Path) -> str:
+    """Return what a live page's run cost, and where the pools of its notebook are."""
+    manifest = run.manifest
+    machine = manifest["environment"]
+    peak = manifest["peak_memory"]
+    facts = {
+        "tier": run.tier,
+        "seed": run.seed,
+        "ran in": duration(manifest["seconds"]),
+        "peak memory": size(peak) if peak else peak,
+        "cores": f"{machine['cores']} × {machine['cpu']}",
+        "accelerator": machine["accelerator"],
+        "date": manifest["date"][:10],
+        "commit": commit(manifest.get("commit")),
+        "set by the reader": ", ".join(
+            f"{k} = {v}" for k, v in manifest["overrides"].items()
+        ),
+    }
+    pages = sorted((folder / "notebooks").glob(f"*_{run.notebook}_findings.ipynb"))
+    where = (
+        f"[the findings]({pages[0].name})" if pages else "[the ledger](../ledger.md)"
+    )
+    pools = store.pools(run.notebook, folder, read=records.runs.read_head)
+    reference = REFERENCE.get(run.notebook, "")
+    parts = {"pools": pools, "where": where, "reference": reference}
+    return "\n" + page("badge", run=run, facts=facts, duration=duration, **parts)
