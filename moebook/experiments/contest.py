@@ -36,7 +36,7 @@ from moebook.methods.rocket.loras import Lora
 WHAT = {
     "base": "the base as it is",
     "source_best": "the LoRA that is best on the test rows, as it is: no method could know it",
-    "source_best_sft": "the same, tuned",
+    "source_best_sft": "the LoRA that is best on the test rows, tuned",
     "best_by_shots": "the LoRA that is best on the shots, as it is",
     "expert_lora": "a LoRA trained on the target's own whole training set",
     "random": "a LoRA drawn at random, tuned",
@@ -44,7 +44,7 @@ WHAT = {
     "mixlora": "MixLoRA: new experts in the FFN, nothing of the bank",
     "lorahub": "LoRAHub: one weight a LoRA, searched without gradients",
     "smear": "SMEAR: one merged LoRA for each prompt",
-    "pems": "PEMs: the mean of all LoRAs' factors, then tuned",
+    "pems": "PEMs: the mean of all LoRAs' factors",
     "poly": "Poly: learnt weights of the LoRAs in each layer",
     "pi_tuning": "pi-tuning: neighbours by Fisher information, with learnt weights",
     "arrow": "Arrow: a token goes where a LoRA amplifies it most",

@@ -142,13 +142,16 @@ class Run:
             lines[name] = {"value": value, "what it does": help_and_rule}
         return pd.DataFrame.from_dict(lines, orient="index")
 
-    def beside(self, measures: Mapping[str, Measure]) -> pd.DataFrame | str:
+    def beside(
+        self, measures: Mapping[str, Measure], alike: Sequence[str] = ()
+    ) -> pd.DataFrame | str:
         """Put this run's values beside those of the recorded runs on the same base.
 
-        ``measures`` are a line's text to what it shows. Of several studies on that base the one
-        that decides a difference stands beside it (`_recorded`). Lines of one value invite to
-        compare them: one study speaks for all that it has. Intervals at 95 % are over seeds and
-        test rows. No part of the run: where no recorded run can be read, it says why instead.
+        ``measures`` are a line's text to what it shows; ``alike`` names parameters, beside the
+        base, that those runs share with this one. Of several studies the one that decides a
+        difference stands beside it (`_recorded`). Lines of one value invite to compare them: one
+        study speaks for all that it has. Intervals at 95 % are over seeds and test rows. No part
+        of the run: where no recorded run can be read, it says why instead.
         """
         import pandas as pd
 
@@ -156,13 +159,13 @@ class Run:
             text: (measure,) if isinstance(measure, str) else measure
             for text, measure in measures.items()
         }
-        base = str(self.settings.get("base", ""))
+        same = {name: self.settings.get(name) for name in ("base", *alike)}
         try:
-            levels = _recorded([n for n in named.values() if len(n) == 1], base)
+            levels = _recorded([n for n in named.values() if len(n) == 1], same)
             lines = {}
             for text, names in named.items():
                 alone = len(names) == 1 and levels and levels.having(*names)
-                pool = levels if alone else _recorded([names], base)
+                pool = levels if alone else _recorded([names], same)
                 lines[text] = self._beside(names, pool)
         except Refusal as refusal:
             return f"The recorded runs cannot be shown: {refusal.message}"
@@ -331,8 +334,10 @@ def _told(number: float, unit: str, *, is_difference: bool) -> str:
     return form.format(factor * float(number))
 
 
-def _recorded(lines: Sequence[Sequence[str]], base: str) -> Pool | None:
-    """Find the pool on a base that speaks for lines of a table; None without one.
+def _recorded(
+    lines: Sequence[Sequence[str]], same: Mapping[str, object]
+) -> Pool | None:
+    """Find the pool of the same settings that speaks for lines of a table; None without one.
 
     A line names the values that it compares. The pool counts that decides most claims about their
     values: elsewhere an arm of the same name may have learnt other tasks. Then come those that
@@ -344,7 +349,8 @@ def _recorded(lines: Sequence[Sequence[str]], base: str) -> Pool | None:
     best: Pool | None = None
     rank_of_best = (0, False, 0, 0)
     for pool, compared in _pools(notebook, storage.root()):
-        if str(pool.runs[0].settings.get("base", "")) != base:
+        settings = pool.runs[0].settings
+        if any(settings.get(name) != value for name, value in same.items()):
             continue
         seeds = [len(pool.having(*names)) for names in lines]
         about = sum(set(names) <= values for names in lines for values in compared)

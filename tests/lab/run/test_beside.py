@@ -42,7 +42,8 @@ def keep(folder, protocol, seed, sparse, dense, *others, base="nano"):
         Value(LEAD[1], dense, "share"),
         *others,
     )
-    facts = {"settings": {"tier": "study", "base": base}, "arms": ("dense", "sparse")}
+    settings = {"tier": "study", "base": base, "steps": 3}
+    facts = {"settings": settings, "arms": ("dense", "sparse")}
     kept = Run("pesc", protocol, "study", seed, recorded, **facts)
     records.write_run(folder / "results" / "pesc" / protocol / f"{seed}.parquet", kept)
 
@@ -121,6 +122,17 @@ def test_one_study_speaks_for_all_lines_of_one_value_that_it_has(project, run):
 def test_without_recorded_runs_on_the_base_a_line_says_so(project, run):
     keep(project, "many", 0, 0.9, 0.1, base="smollm2")
     assert set(run.beside({"lead": LEAD}).loc["lead"]) == {ABSENT}
+
+
+@pytest.mark.parametrize(("steps", "study"), [(3, "many"), (4, ABSENT)])
+def test_runs_stand_beside_this_one_that_share_what_must_be_alike(
+    project, run, steps, study
+):
+    keep(project, "many", 0, 0.9, 0.1)
+    run.witness.parameters["steps"] = steps
+    assert run.beside({"lead": LEAD}).loc["lead", "study"] == "many"
+    alike = run.beside({"lead": LEAD}, alike=["steps"])
+    assert alike.loc["lead", "study"] == study
 
 
 def test_runs_that_do_not_fit_together_are_told_and_end_nothing(project, run):
