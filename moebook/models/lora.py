@@ -73,7 +73,7 @@ def check_rank(model: nn.Module, config: LoraConfig) -> None:
     ]
     most = max(sides, default=config.r)
     if config.r > most:
-        why = "the smaller side of the largest matrix that it adapts; a higher one adds nothing"
+        why = "the largest rank of a matrix that it adapts; a higher one adds nothing"
         refuse(
             "E-RANGE", f"the rank of LoRA is {config.r}, expected at most {most}, {why}"
         )

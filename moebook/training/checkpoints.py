@@ -14,7 +14,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -179,13 +179,18 @@ class Store:
         self, model: nn.Module, optimizer: Optimizer, history: History, total: int
     ) -> None:
         """Save if the first process says so: it alone, or with FSDP2 all of them."""
-        due = processes()[0] == 0 and self.due(history.seconds, total, model)
+        number, _ = processes()
+        due = number == 0 and self.due(history.seconds, total, model)
         if self.shards:
             (due,) = broadcast_object_list([due])
-        if due:
+        if not due:
+            return
+        try:
+            self.save(model, optimizer, history)
+        except Refusal:
             # A disk may be full: that ends no training that was not asked to save.
-            with nullcontext() if self.asked else suppress(Refusal):
-                self.save(model, optimizer, history)
+            if self.asked:
+                raise
 
     def save(self, model: nn.Module, optimizer: Optimizer, history: History) -> None:
         """Commit ``step-N``, drop all but marks and the newest `KEPT`; refused, drop nothing."""

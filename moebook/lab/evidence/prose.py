@@ -87,14 +87,21 @@ class Effect:
 
     def number(self, number: float, *, compared: bool | None = None) -> str:
         """Write a number in its unit."""
-        compared = self.compared if compared is None else compared
-        if self.unit == "bytes":
-            return f"{number / 1e6:.2g} MB"
+        if compared is None:
+            compared = self.compared
         if self.unit in ("share", "percent_points", "count"):
             return quantity(number, self.unit, compared=compared)
-        digits = f"{number:{'+' * compared}#.2g}".removesuffix(".")
-        name = "" if self.unit in ("ratio", "number", "correlation") else self.unit
-        return minus(f"{digits} {name}".strip())
+        unit = self.unit
+        if unit == "bytes":
+            number = number / 1e6
+            unit = "MB"
+        sign = "+" if compared else ""
+        # Two digits, the zero of 1.0 too, or a whole number; no exponent.
+        form = ",.0f" if abs(number) >= 99.5 else "#.2g"
+        text = f"{number:{sign}{form}}".removesuffix(".")
+        if unit not in ("ratio", "number", "correlation"):
+            text = f"{text} {unit}"
+        return minus(text)
 
     def __str__(self) -> str:
         """Write the number and, in brackets, its interval."""

@@ -117,7 +117,8 @@ class Parameter:
     def _expected(self, value: object) -> str:
         text = f"expected {self.type.__name__}, found {type(value).__name__}"
         word = str(value).lower()
-        if self.type is float and isinstance(value, str) and "e" in word:
+        is_number = isinstance(_number(str(value), float), float)
+        if self.type is float and isinstance(value, str) and "e" in word and is_number:
             return f"{text} (YAML reads 1e-5 as text: write 1.0e-5)"
         if self.type is str and type(value) in (int, float):
             return f"{text} (papermill's -p gives a number: use -r {self.name} {value})"

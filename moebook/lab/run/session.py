@@ -347,17 +347,23 @@ def _recorded(
         return None
     notebook, _, _ = lines[0][0].partition("/")
     best: Pool | None = None
-    rank_of_best = (0, False, 0, 0)
-    for pool, compared in _pools(notebook, storage.root()):
+    best_rank = (0, False, 0, 0)
+    for pool, claims in _pools(notebook, storage.root()):
         settings = pool.runs[0].settings
         if any(settings.get(name) != value for name, value in same.items()):
             continue
+        about = 0  # claims that the pool decides about a line's values
+        for names in lines:
+            for values in claims:
+                if values.issuperset(names):
+                    about += 1
         seeds = [len(pool.having(*names)) for names in lines]
-        about = sum(set(names) <= values for names in lines for values in compared)
-        rank = (about, bool(compared), sum(map(bool, seeds)), sum(seeds))
-        if any(seeds) and rank > rank_of_best:
+        present = sum(count > 0 for count in seeds)  # lines that the pool has
+        # What stands first counts most.
+        rank = (about, bool(claims), present, sum(seeds))
+        if present and rank > best_rank:
             best = pool
-            rank_of_best = rank
+            best_rank = rank
     return best
 
 

@@ -190,9 +190,12 @@ def _lacking(seed: int, arms: str | None, pool: Pool | None) -> dict[str, Any]:
     for run in runs:
         have.update(run.arms)
         known += run.manifest.get("known_arms", run.arms)
-    asked = known if arms == ALL else arms.split(",")
+    # All are those of then: a run is not incomplete because an arm was added since.
+    asked = known if arms == ALL else [arm for arm in arms.split(",") if arm]
     missing = [arm for arm in dict.fromkeys(asked) if arm not in have]
-    return {"seed": seed, "arms": ",".join(missing)} if missing else {}
+    if not missing:
+        return {}
+    return {"seed": seed, "arms": ",".join(missing)}
 
 
 def _run_all(

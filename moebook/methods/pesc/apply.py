@@ -188,7 +188,10 @@ def adapter_norm(model: nn.Module) -> float:
 
 def _quantise(model: nn.Module, host: Anatomy) -> None:
     """Replace the linear layers inside the decoder layers by NF4 ones (QLoRA)."""
-    from bitsandbytes.nn import Linear4bit, Params4bit  # optional, checked by `prepare`
+    from bitsandbytes.nn import (
+        Linear4bit,
+        Params4bit,
+    )  # optional, checked by `assemble`
 
     for layer in host.layers:
         for name, dense in list(layer.block.named_modules()):

@@ -146,7 +146,7 @@ def tuned(
     named: str = "",
     **recipe: Any,
 ) -> Tuned:
-    """Put an arm on the base, in place; ``named`` is the LoRA of a Source Best."""
+    """Put an arm on the base, in place; ``named`` is the LoRA of a Source Best or Expert LoRA."""
     module = MODULES[arm.rival]
     extra = {"named": named} if named else {}
     config = module.Config.preset(arm.preset, **{**arm.changes, **extra})

@@ -215,25 +215,33 @@ def check_alike(group: Sequence[Lora], *, ranks: bool = True) -> None:
     """Refuse LoRAs that cannot stand in one group, saying in what; in ``ranks`` if so set."""
     if not group:
         refuse("E-BANK", "no LoRA is given, expected one at least")
-    first = group[0]
-    for lora in group[1:]:
-        names = f"'{first.name}' and '{lora.name}'"
-        for what, one, other in (
-            ("rank", ranks and first.rank, ranks and lora.rank),
-            ("targets", first.targets, lora.targets),
-            ("layers", len(first.down), len(lora.down)),
-            ("base", first.base, lora.base),
-            ("base", first.provenance.get("base"), lora.provenance.get("base")),
-        ):
-            # What is not known (None) or not asked (False) is no difference.
-            if one and other and one != other:
+    first: dict[str, tuple[Lora, object]] = {}  # who first told it, and what it is
+    for lora in group:
+        for what, told in _kind(lora, ranks=ranks).items():
+            owner, wanted = first.setdefault(what, (lora, told))
+            if told != wanted:
+                names = f"'{owner.name}' and '{lora.name}'"
+                pair = f"{wanted} and {told}"
                 refuse(
                     "E-BANK",
-                    f"{names} differ in {what}: {one} and {other}; keep one kind",
+                    f"{names} differ in {what}: {pair}; keep one kind",
                 )
-        odd = sorted(first.down.keys() ^ lora.down.keys())
+        odd = sorted(group[0].down.keys() ^ lora.down.keys())
         if odd:
+            names = f"'{group[0].name}' and '{lora.name}'"
             refuse("E-BANK", f"{names} differ in layers: {odd[0]}")
+
+
+def _kind(lora: Lora, *, ranks: bool) -> dict[str, object]:
+    """What LoRAs of one group have alike. A base that is not known is no difference."""
+    kind: dict[str, object] = {"targets": lora.targets, "layers": len(lora.down)}
+    if ranks:
+        kind = {"rank": lora.rank, **kind}
+    if lora.base:
+        kind["base"] = lora.base
+    if lora.provenance.get("base"):
+        kind["base as PEFT notes it"] = lora.provenance["base"]
+    return kind
 
 
 def check_fits(model: nn.Module, loras: Sequence[Lora]) -> None:

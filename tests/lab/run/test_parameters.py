@@ -61,6 +61,7 @@ def test_the_cell_is_read_and_values_at_the_ends_of_their_range_are_taken():
         ("share", 0.0, "E-RANGE"),
         ("share", float("nan"), "E-RANGE"),
         ("share", "1e-5", r"E-TYPE.*1\.0e-5"),
+        ("share", "default", r"E-TYPE.*found str(?! \(YAML)"),
         ("balance", float("inf"), "E-RANGE"),
         ("balance", -1, "E-RANGE"),
         ("width", 9, "E-RANGE"),

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import lm_eval.tasks
@@ -134,6 +135,15 @@ def test_what_is_no_bank_or_no_set_is_refused(model, base, lora, make_bank, tmp_
             "'a' and 'c' differ in layers: 4 and 2",
             bank.check,
             {**two, "c": lora(flat, "c", 2)},
+        ),
+        (  # whatever comes first does not know its base
+            "'b' and 'c' differ in base: one and another",
+            bank.check,
+            {
+                "a": replace(two["a"], base=None),
+                "b": replace(two["b"], base="one"),
+                "c": replace(lora(model, "c", 3), base="another"),
+            },
         ),
         (r"E-BANK: .*holds 0 LoRAs \(none\)", bank.check, {}),
         (r"holds 1 LoRAs \(a\)", bank.check, {"a": two["a"]}),
