@@ -195,7 +195,7 @@ def test_baselines_refuse_what_is_not_a_plain_mixture(mixture, host):
         ({"scale": math.nan}, "scale is nan"),
     ):
         refused(f"E-RANGE: {message}", esft.lora, mixture("Mixtral"), **changes)
-    message = "E-RANGE: the rank of LoRA is 33, expected at most 32, the smaller side"
+    message = "E-RANGE: the rank of LoRA is 33, expected at most 32, the largest rank"
     refused(message, esft.lora, mixture("Mixtral"), rank=33)
     esft.lora(mixture("Mixtral"), rank=32)
 

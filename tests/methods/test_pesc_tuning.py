@@ -234,7 +234,7 @@ def test_a_rank_of_lora_above_every_matrix_is_refused_before_anything_changes(
         before = {key: value.clone() for key, value in dense.state_dict().items()}
         config = pesc.Config(**SMALL | {"lora_rank": 33}, host=name)
         message = (
-            "E-RANGE: the rank of LoRA is 33, expected at most 32, the smaller side"
+            "E-RANGE: the rank of LoRA is 33, expected at most 32, the largest rank"
         )
         refused(message, pesc.prepare, dense, config, sparse=sparse)
         assert before.keys() == dense.state_dict().keys()
