@@ -110,7 +110,9 @@ def measured(
                 for k, v in batch.items()
             }
             loss = model(**inputs, use_cache=False).loss
-            (loss + penalty(model) if penalty else loss).backward()
+            if penalty:
+                loss = loss + penalty(model)
+            loss.backward()
     model.zero_grad()
     model.train(training)
     return counted.total

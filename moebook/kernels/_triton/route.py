@@ -101,8 +101,10 @@ def _count(ids, within, counts, n, blocks, E: tl.constexpr, BT: tl.constexpr):
     lane = tl.arange(0, BT)
     item = tl.program_id(0) * BT + lane
     key = _key(ids, item, n, E)
+    # For each item (a row) every item of the block (a column): of its key? earlier?
     same = key[:, None] == key[None, :]
-    before = tl.sum((same & (lane[None, :] < lane[:, None])).to(tl.int32), axis=1)
+    earlier = lane[None, :] < lane[:, None]
+    before = tl.sum((same & earlier).to(tl.int32), axis=1)
     total = tl.sum(same.to(tl.int32), axis=1)
     tl.store(within + item, before, mask=item < n)
     # One lane writes a key's number: that of its last item.

@@ -304,8 +304,10 @@ def log_density(shots: Array, block: Array, gamma: Bandwidth) -> Array:
     """
     _check_embeddings(shots, block)
     # |u - u_i|^2 = |u|^2 + |u_i|^2 - 2 u . u_i, by rounding perhaps below 0.
-    lengths = (block**2).sum(1)[:, None] + (shots**2).sum(1)[None]
-    squares = np.maximum(lengths - 2.0 * block @ shots.T, 0)  # [b, K]
+    of_rows = (block**2).sum(axis=1)[:, None]  # [b, 1]
+    of_shots = (shots**2).sum(axis=1)[None]  # [1, K]
+    products = block @ shots.T  # [b, K]
+    squares = np.maximum(of_rows + of_shots - 2.0 * products, 0)
     # Eq. 17: p(u) = 1 / (K gamma) sum_i Ker((u - u_i) / gamma), with
     # Ker(z) = exp(-|z|^2 / 2) / sqrt(2 pi). In logarithms, so that no row has p = 0.
     exponents = -squares.astype(np.float64) / (2 * gamma**2)

@@ -69,12 +69,15 @@ def similarity(bank: Mapping[str, Lora], config: Config | None = None) -> pd.Dat
         up = torch.stack([lora.up[path].double() for lora in bank.values()])
         if config.compare == "factors":
             # As released: the mean of the absolute cosines of A and of B.
-            grams = (part.flatten(1) @ part.flatten(1).T for part in (down, up))
-            cosines = sum(_cosines(gram).abs() for gram in grams) / 2
+            of_down = _cosines(down.flatten(1) @ down.flatten(1).T).abs()
+            of_up = _cosines(up.flatten(1) @ up.flatten(1).T).abs()
+            cosines = (of_down + of_up) / 2
         else:
             # Eq. 6: <E_i, E_j> / (|E_i| |E_j|), E the matrix B A of this layer.
             cosines = _cosines(_product(down, up))  # [N, N]
-        total += (cosines.abs() if config.cosine == "absolute" else cosines).numpy()
+        if config.cosine == "absolute":
+            cosines = cosines.abs()
+        total += cosines.numpy()
     # Averaged over layers, each matrix by its own norms: a large one weighs no more.
     return pd.DataFrame(total / len(paths), index=list(bank), columns=list(bank))
 
