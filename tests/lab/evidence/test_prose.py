@@ -4,6 +4,7 @@ import re
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moebook.lab import papers
@@ -179,3 +180,22 @@ def test_the_books_own_prose_fits_its_pools_names_bases_and_no_pool_and_is_short
         for sentence in re.split(r"(?<=[.?!])\**\s+", pages[name]):
             measured = re.search(r"\d (points|nats|%|times)", sentence)
             assert not measured or re.search(r"\b\d+ M\b", sentence), sentence
+
+
+@pytest.mark.parametrize(
+    ("number", "unit", "compared", "written"),
+    [
+        (0.0123, "nats", True, "+0.012 nats"),
+        (-12.3, "nats", True, "−12 nats"),
+        (99.7, "seconds", False, "100 seconds"),
+        (1234.5, "ratio", False, "1,234"),
+        (1.0, "ratio", False, "1.0"),
+        (-3.2e6, "bytes", True, "−3.2 MB"),
+        (1.5e8, "bytes", False, "150 MB"),
+    ],
+)
+def test_a_number_has_two_digits_or_is_whole_and_has_no_exponent(
+    number, unit, compared, written
+):
+    effect = prose.Effect("x", np.zeros((1, 1)), unit, compared, (0.0,))
+    assert effect.number(number) == written

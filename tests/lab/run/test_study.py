@@ -153,6 +153,7 @@ def test_other_seeds_than_ranges_a_changed_protocol_and_arms_without_any_are_ref
         (("left", "right"), "all", None),
         (("left",), "all", "right"),
         (("left",), "left", None),
+        (("left",), "left,", None),
         (("right",), "left,right", "left"),
         (("left",), "third", "third"),
     ],
