@@ -15,8 +15,6 @@ from moebook.kernels.matmul import empty, product
 from moebook.kernels.route import Layout, Part, Routing, lay_out
 
 Activation = Callable[[Tensor], Tensor]
-# Names of torch's function and module, and of transformers' module.
-SILU = ("silu", "SiLU", "SiLUActivation")
 # Numbers of the pre-activation up to which experts are computed side by side.
 PART = 2**18
 
@@ -151,8 +149,16 @@ def _check_act(op: str, act: Activation) -> str:
         refuse("E-TYPE", f"{name}, whose parameters would get no gradient: freeze them")
     if any(getattr(part, "inplace", False) for part in module.modules()):
         refuse("E-TYPE", f"{name}, expected one that is not in place")
-    fused = getattr(act, "__name__", type(act).__name__) in SILU
-    return "" if fused else "its activation is SiLU alone"
+    return "" if _is_silu(act) else "its activation is SiLU alone"
+
+
+def _is_silu(act: Activation) -> bool:
+    """Whether it is PyTorch's function or module, or the module that transformers' models have."""
+    if act is torch.nn.functional.silu or type(act) is torch.nn.SiLU:
+        return True
+    kind = type(act)
+    place = (kind.__module__, kind.__name__)
+    return place == ("transformers.activations", "SiLUActivation")
 
 
 def activated(rows: Tensor, act: Activation) -> Tensor:

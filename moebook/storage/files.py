@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -371,15 +371,18 @@ def at(known: Mapping[str, Any] | None, path: Path, folder: Path) -> str | None:
     return done.stdout
 
 
-def commit(folder: Path) -> dict[str, Any] | None:
-    """Return the git commit and whether the code differs from it (dirty); None without git."""
+def commit(folder: Path, of: Sequence[str] = CODE) -> dict[str, Any] | None:
+    """Return the git commit and whether the code differs from it (dirty); None without git.
+
+    ``of`` names the files and folders that are compared.
+    """
     frozen = folder / FROZEN
     if frozen.is_file():
         with formed(frozen):
             name = frozen.read_text(encoding="ascii").strip()
             int(name, 16)  # raises where it is no hash
             return {"id": name, "dirty": False}
-    status = ["status", "--porcelain=2", "--branch", "--", *CODE]
+    status = ["status", "--porcelain=2", "--branch", "--", *of]
     command = ["git", "-C", str(folder), *status]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from calls import call, draw, places
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
 
 from moebook.errors import Refusal
 from moebook.kernels import Bank, experts, grouped, route
+from moebook.kernels.experts import _check_act
 from tests.refusals import refused
 
 SHAPES = {
@@ -222,6 +224,13 @@ def test_any_elementwise_activation_will_do_and_triton_knows_silu_alone():
             Refusal, match=r"E-IMPL: experts: .*its activation is SiLU alone"
         ):
             by_op("experts", of, "triton", act=act)
+
+    def silu(rows):  # what a function is called does not make it SiLU
+        return 2 * F.silu(rows)
+
+    assert _check_act("experts", silu) == "its activation is SiLU alone"
+    for act in (F.silu, torch.nn.SiLU(), ACT2FN["silu"]):
+        assert _check_act("experts", act) == ""
     with torch.no_grad():  # without gradients an activation may have parameters
         act = torch.nn.PReLU().double()
         close(

@@ -257,7 +257,11 @@ def _through(
 
 
 class _Pairs(torch.autograd.Function):
-    """Kept for the backward pass: the inputs and the pre-activation ``[T, 2, R]``."""
+    """`run` as one step of autograd, its gradients by the kernels above, matrices exchanged.
+
+    Kept for the backward pass: what the adapters read, gates, matrices, the pre-activation
+    ``[T, 2, R]`` and the order of the tokens.
+    """
 
     @staticmethod
     def forward(

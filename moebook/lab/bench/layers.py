@@ -179,11 +179,15 @@ def routed_adapters(
 
     # 4 T D K R FLOPs forward, and twice that backward.
     products = [Product(T * K, D, R, 6 if backward else 2)]
-    traffic = 12 * D * F + (4 if backward else 2) * size_of(h)
+    frozen = (draw(2 * F, D), draw(D, F)) if F else ()
+    if backward:  # the gradients of what trains are written, too
+        traffic = 4 * size_of(h) + 3 * size_of(down, up) + 2 * size_of(*frozen)
+    else:
+        traffic = 2 * size_of(h) + size_of(down, up, *frozen)
     cotangent = torch.randn_like(h) if backward else None
     case = Case(traffic, cotangent, [h, down, up])
     if F:
-        ffn = _frozen_ffn(h, draw(2 * F, D), draw(D, F))
+        ffn = _frozen_ffn(h, *frozen)
         case.add("ours", lambda: kernels.adapters(ffn(), routing, down, up))
         case.floor([*products, Product(T, D, F, 6)], device, dtype)
         case.add("frozen FFN alone", ffn)
@@ -244,7 +248,7 @@ def mixed_loras(device: torch.device, T: int, D: int, R: int, N: int, K: int) ->
     up = nn.Parameter(draw(N, D, R).mul_(R**-0.5))
     chosen = route(torch.randn(T, N, device=device), min(K, N))
     gates = x.new_zeros(T, N).scatter(1, chosen.ids, chosen.weights.to(dtype))
-    traffic = 2 * size_of(layer.weight) + 4 * size_of(x)
+    traffic = 2 * size_of(layer.weight) + 3 * size_of(down, up) + 4 * size_of(x)
     case = Case(traffic, torch.randn_like(x), [x, down, up])
 
     def mixed(impl: str) -> Tensor:

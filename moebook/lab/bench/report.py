@@ -129,7 +129,7 @@ def table(frame: pd.DataFrame) -> str:
     goals = judge(frame)
     shown = _shown(frame, goals)
     text = [shown.to_string(na_rep="", max_colwidth=None)]
-    missed = goals[goals["verdict"] == "missed"]
+    missed = goals[(goals["verdict"] == "missed") & (goals["reason"] != "")]
     if len(missed):
         text.append("")
         text.append("Missed goals: where our time goes, in multiples of the other's")

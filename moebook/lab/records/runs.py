@@ -289,16 +289,20 @@ def _readable(path: Path) -> Iterator[None]:
 def _head_of(schema: pa.Schema, path: Path) -> tuple[dict[str, Any], str]:
     """Return what a run's file says of itself, and its digest."""
     with _readable(path):
-        if not schema.equals(COLUMNS) or list(schema.metadata) != [HEAD]:
-            raise ValueError("other columns or metadata than a run has")
+        if list(schema.metadata or {}) != [HEAD]:
+            raise ValueError("other metadata than a run has")
         head = json_object(schema.metadata[HEAD], path.name)
         digest = head.pop("digest")
         version = head.pop("format")
+    # First of all: another format may have other columns.
     if version != FORMAT:
         refuse(
             "E-RUN",
             f"{path} has format {version}, this moebook reads {FORMAT}: update it",
         )
+    with _readable(path):
+        if not schema.equals(COLUMNS):
+            raise ValueError("other columns than a run has")
     return head, digest
 
 

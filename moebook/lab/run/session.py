@@ -219,7 +219,9 @@ class Run:
         line["recorded runs"] = tell(effects.mean())
         ends = interval(effects)
         if ends:
-            low, high = map(tell, ends)
+            # Student's interval knows no bounds, a share lies between 0 and 1.
+            bounds = records.UNITS[unit] if len(names) == 1 else (-np.inf, np.inf)
+            low, high = map(tell, np.clip(ends, *bounds))
             low, *_ = low.split()  # the unit stands once
             line["95 % interval"] = f"{low} to {high}"
         return line | {"seeds": len(effects), "study": pool.protocol}
@@ -331,7 +333,7 @@ def _told(number: float, unit: str, *, is_difference: bool) -> str:
     """Write a number with its unit, as a reader says it: 0.239 as 23.9 %."""
     factor, plain, signed = TOLD.get(unit, (1.0, "{:.3g}", "{:+.3g}"))
     form = signed if is_difference else plain
-    return form.format(factor * float(number))
+    return form.format(factor * float(number)).replace("-", "−")
 
 
 def _recorded(

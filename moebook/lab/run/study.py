@@ -342,14 +342,14 @@ def _nearest_design(
 
 def freeze(folder: Path) -> Path:
     """Export the commit into ``runs/frozen/<commit>``, so that one can go on writing meanwhile."""
-    commit = storage.commit(folder)
+    commit = storage.commit(folder, CODE)
     if commit is None:
         why = "a study runs committed code"
         refuse("E-GIT", f"{folder} has no git commit to freeze; {why}")
     if (folder / storage.files.FROZEN).is_file():
         return folder  # a frozen copy itself
     if commit["dirty"]:
-        print("uncommitted changes of the code are not part of this study", flush=True)
+        print("uncommitted changes are not part of this study", flush=True)
     place: Path = folder / "runs" / "frozen" / commit["id"][:12]
     with storage.locked(place.with_name("frozen.lock"), wait=True):
         for stage in place.parent.glob(".stage-*"):  # by a study that was killed

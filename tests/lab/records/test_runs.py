@@ -149,6 +149,10 @@ def test_a_file_is_far_smaller_than_parquet_by_default():
         (_head({"digest": "0" * 64}), "altered"),
         (_head({"settings": {**RUN.settings, "steps": 601}}), "altered"),
         (_head({"format": 2}), "has format 2, this moebook reads 1: update"),
+        (
+            lambda table: _head({"format": 2})(table.drop_columns(["items"])),
+            "has format 2, this moebook reads 1: update",
+        ),
         (_head({"digest": None}), NO_RUN),
         (_head({"tier": None}), NO_RUN),
         (_head({"more": 1}), NO_RUN),
@@ -156,13 +160,13 @@ def test_a_file_is_far_smaller_than_parquet_by_default():
         (lambda table: table.drop_columns(["items"]), NO_RUN),
         (
             lambda table: table.append_column("note", [["x"] * len(table)]),
-            "other columns or metadata",
+            "other columns",
         ),
         (
             lambda table: table.replace_schema_metadata(
                 {**table.schema.metadata, "note": "x"}
             ),
-            "other",
+            "other metadata",
         ),
         (
             lambda table: table.replace_schema_metadata(

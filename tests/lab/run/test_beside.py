@@ -82,7 +82,8 @@ def test_what_decides_claims_comes_before_more_seeds_and_more_seeds_before_fewer
     assert lines.loc["lead", "recorded runs"] == "+20.0 points"
     assert lines.loc["sparse"].tolist()[:2] == ["50.0 %", "40.0 %"]
     # Student's quantile of one degree of freedom: 12.706 sqrt(0.02 / 2) = 1.27.
-    assert lines.loc["lead", "95 % interval"] == "-107.1 to +147.1 points"
+    assert lines.loc["lead", "95 % interval"] == "−107.1 to +147.1 points"
+    assert lines.loc["sparse", "95 % interval"] == "0.0 to 100.0 %"
 
     session._pools.cache_clear()
     head = project / "notebooks" / "01_pesc.deciding.yaml"

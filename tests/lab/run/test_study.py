@@ -274,7 +274,7 @@ def test_a_study_runs_the_commit_without_edits_and_goes_on_after_a_seed_that_fai
     assert [run.seed for run in stored(folder)] == [0, 1]
     begun, warned, *lines = out.splitlines()
     assert begun == "toy at nano: 3 seeds, 3 to run"
-    assert warned == "uncommitted changes of the code are not part of this study"
+    assert warned == "uncommitted changes are not part of this study"
     by_seed = {line.split(":")[0]: line for line in lines}
     assert set(by_seed) == {"seed 0", "seed 1", "seed 13"}
     good = r"seed 0: \d+ s, 4 values in results/toy/nano/0.parquet \(\d of 3, about \d+ min left\)"
@@ -295,6 +295,24 @@ def test_a_study_runs_the_commit_without_edits_and_goes_on_after_a_seed_that_fai
         assert run.manifest["commit"] == {"id": head, "dirty": False}
         assert "notebook" in records.runs.changed(run, folder)
     assert not list(folder.glob("runs/mine/**/*.ipynb")), "what readers ran is theirs"
+
+
+def test_a_study_says_that_banks_and_settings_of_the_book_are_those_of_the_commit(
+    tmp_path, capsys
+):
+    for name in ("moebook/code.py", "results/banks/own.json", "_config.yml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    commit(tmp_path)
+    study.freeze(tmp_path)
+    assert capsys.readouterr().out == ""
+    for name in ("results/banks/own.json", "_config.yml"):
+        (tmp_path / name).write_text("2")
+        copy = study.freeze(tmp_path)
+        warned = capsys.readouterr().out
+        assert warned == "uncommitted changes are not part of this study\n", name
+        assert (copy / name).read_text() == "1"
+        (tmp_path / name).write_text("1")
 
 
 def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(
