@@ -210,7 +210,8 @@
         "R_P + R_A + R_D of the group": `${terms[best].map(say).join(" + ")} = ${say(totals[best])}`,
         "mean cosine in the group": means[best].toFixed(3),
       };
-      const left = Math.min(150, width * 0.36);
+      const longest = Math.max(...loras.map((name) => name.length));
+      const left = Math.min(width / 2, 7.6 * (longest + 2) + 6);
       const scale = (width - left - 8) / (2 * bank.length);
       const marks = ranked.flatMap((one, place) => {
         const y = 20 + 22 * place + (place < M ? 0 : 26);
@@ -220,7 +221,8 @@
         return [text(0, y + 13, `${chosen.includes(one) ? "✔ " : ""}${one.name}`,
           chosen.includes(one) ? { class: "chosen" } : {}), ...parts.flatMap(([, size]) => {
           const part = [bar(x, y, scale * size - 1, 17, kind),
-            text(x + 4, y + 13, size, { class: chosen.includes(one) ? "inside" : "" })];
+            text(x + (scale * size) / 2, y + 13, size,
+              { class: chosen.includes(one) ? "inside" : "", "text-anchor": "middle" })];
           x += scale * size;
           return part;
         })];
@@ -284,15 +286,17 @@
       };
       const [left, top] = [74, 108];
       const wide = (width - left) / experts;
+      const even = 92 - 80 / experts;
+      // A number stands on its bar, or on the line of an even load where it would lie across that.
+      const above = (y) => (y > even - 3 && y - 12 < even + 3 ? even - 4 : y);
       const marks = loads.flatMap((load, i) => {
         const [x, height] = [left + wide * i, 80 * load];
         return [bar(x + wide * 0.2, 92 - height, wide * 0.6, height, "accent"),
-          text(x + wide / 2, 86 - height, percent(load), { "text-anchor": "middle" }),
+          text(x + wide / 2, above(86 - height), percent(load), { "text-anchor": "middle" }),
           text(x + wide / 2, top, `expert ${i + 1}`, { class: "note", "text-anchor": "middle" }),
           ...chances.map((row, token) => svg("circle", { cx: x + wide / 2, cy: top + 20 + 26 * token,
             r: 1.5 + 10 * Math.sqrt(row[i]), class: used[token][i] ? "accent" : "ring" }))];
       });
-      const even = 92 - 80 / experts;
       const last = top + 26 + 26 * rows.length;
       return [numbers, [last + 16, text(0, 24, "load", { class: "note" }),
         line(left, even, width, even, "border"), text(0, even + 4, "if even", { class: "note" }), ...marks,
@@ -315,7 +319,7 @@
     };
     const panel = (unit, points, width) => {
       const narrow = width < 560;
-      const [left, high] = narrow ? [0, 36] : [230, 20];
+      const [left, high] = narrow ? [0, 36] : [Math.min(430, width / 2), 20];
       const right = width - 74;
       // The axis shows every effect; an interval that is much wider is cut at its end.
       const edge = 1.2 * Math.max(...points.map((point) => Math.abs(point.value)));
@@ -328,7 +332,7 @@
       const marks = points.flatMap(({ id, said, scale: where, value, low, high: top, sure }, place) => {
         const y = 40 + high * place + (narrow ? 26 : 10);
         const kind = sure ? (value > 0 ? "holds" : "fails") : "open";
-        const label = text(0, narrow ? y - 10 : y + 4, short(said, narrow ? Math.floor(width / 8) : 34));
+        const label = text(0, narrow ? y - 10 : y + 4, short(said, Math.floor(narrow ? width / 8 : left / 6.8)));
         return [svg("a", { href: `#${id}`, "aria-label": said }, label),
           line(scale(low), y, scale(top), y, kind),
           svg("circle", { cx: scale(value), cy: y, r: 4, class: kind, "data-value": value }),

@@ -3,7 +3,7 @@
 A page fails where axe-core finds something critical or serious, in light or in dark, where it is
 taller than 12,000 px at a width of 1400 or than 20,000 px on a phone (a notebook with its code
 folded: who reads the code scrolls for it), prints on more than 20 sheets, is larger than 3 MB
-though no notebook, is wider than a phone, throws an error or writes one to the console, or asks
+though no notebook, loses a heading in print, is wider than a phone or cuts a formula there, throws an error or writes one to the console, or asks
 another host for anything. A long table must show ten rows at once, and a figure fill a phone.
 No number of a table or a drawing is NaN, and no caption stands without its figure.
 Exits with 1 if one fails.
@@ -45,6 +45,15 @@ NOT_A_NUMBER = """[...document.querySelectorAll('td, svg text')].filter(
 ALONE = """[...document.querySelectorAll('figure:has(figcaption)')].filter(
   one => !one.querySelector('img, svg, table')
 ).length"""
+# Headings of sections that print without them; studies, headings of the third order, stay folded.
+LOST = """[...document.querySelectorAll('.bd-article :is(h1, h2)')].filter(
+  one => !one.getClientRects().length
+).length"""
+# Formulas within a line that end where their column does, and do not scroll.
+CUT = """[...document.querySelectorAll('.bd-article span.math')].filter(one =>
+  one.clientWidth && one.scrollWidth > one.clientWidth + 2
+  && getComputedStyle(one).overflowX === 'hidden'
+).length"""
 # What a figure leaves that no backend made a picture of.
 NO_PICTURE = "document.body.textContent.includes('<Figure size')"
 
@@ -70,6 +79,10 @@ def faults(browser, page):
     yield from (f"a table shows {rows} rows" for rows in tables if rows < ROWS)
     if (sheets := browser.printed()) > SHEETS:
         yield f"prints on {sheets} sheets"
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    if headings := browser.run(LOST):
+        yield f"prints without {headings} headings"
+    browser.call("Emulation.setEmulatedMedia", media="")
     if page.parent.name != "notebooks" and page.stat().st_size > LARGEST:
         yield f"{page.stat().st_size / 1e6:.1f} MB"
     browser.run(STILL)  # axe would see colours on their way from one theme to the other
@@ -84,6 +97,8 @@ def faults(browser, page):
     height = browser.run(SIZE % "scrollHeight")
     if height > TALLEST_ON_A_PHONE:
         yield f"{height} px tall on a phone"
+    if formulas := browser.run(CUT):
+        yield f"{formulas} formulas are cut on a phone"
     narrow = browser.run(NARROW)
     if narrow:
         yield f"{narrow} figures do not fill a phone"

@@ -390,6 +390,10 @@ def test_the_gate_finds_every_fault_of_a_wrong_page_alone(site, browser, tmp_pat
         "<table><tr><td>nan</td></tr></table><button aria-label='other'>word</button>"
     )
     wide += "<figure><figcaption>alone</figcaption></figure>"
+    wide += "<style>@media print { .here { display: none } }</style>"
+    wide += "<section class='here'><h2>Here</h2></section>"
+    wide += "<p style='width: 300px'><span class='math' style='display: inline-block; "
+    wide += "width: 300px; overflow: hidden'><b style='padding: 200px'>x</b></span></p>"
     wrong = tmp_path / "wrong.html"
     wrong.write_text(_page(site, "teaching").replace("</article>", f"{wide}</article>"))
     found = " ".join(gate.faults(browser, wrong))
@@ -403,6 +407,8 @@ def test_the_gate_finds_every_fault_of_a_wrong_page_alone(site, browser, tmp_pat
         "a figure is text",
         "1 numbers are NaN",
         "1 captions stand alone",
+        "prints without 1 headings",
+        "1 formulas are cut on a phone",
         "label-content-name-mismatch",
     ):
         assert fault in found

@@ -195,8 +195,11 @@ def promises(rows: Iterable[Row]) -> Any:
     frame = pd.DataFrame(points, columns=[*COLUMNS, "printed"])
     frame = frame.assign(series="here, 95 % interval").astype({"printed": float})
     clear = int((frame.sure & (frame.value > 0)).sum())
+    reversed_ = int((frame.sure & (frame.value < 0)).sum())
     verb = "are" if clear > 1 else "is"
-    title = f"{clear or 'None'} of {len(frame)} promised gains {verb} clear at {SMALL}"
+    title = f"{clear or 'None'} of {len(frame)} promised gains {verb} clear here"
+    if reversed_:
+        title += f", {reversed_} {'are' if reversed_ > 1 else 'is'} reversed"
     return plotting.forest(frame, xlabel="gain in correct answers", title=title)
 
 
@@ -234,7 +237,7 @@ def _point(verdict: Verdict, line: str) -> list[object]:
     printed = None if claim.claimed is None else drawn(claim.claimed)
     sure = verdict.deciding is not None and measured.enough and measured.side != 0
     value = drawn(measured.effect)
-    return [panel, line, verdict.scale, value, low, high, sure, printed]
+    return [panel, line, verdict.spoken, value, low, high, sure, printed]
 
 
 def differences(

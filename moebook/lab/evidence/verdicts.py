@@ -7,6 +7,7 @@ exploratory: they stand beside the verdict and never make one. There is no verdi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -37,6 +38,8 @@ LABELS = {  # as a reader should meet them: what each is called where there is l
     "not run": "not run",
     "withdrawn": "withdrawn",
 }
+# A sign before 0, 0.0, ...: of what rounds to zero.
+_SIGNED_ZERO = re.compile(r"(?<![\w.])[+-](?=0(\.0+)?(?![\d.]))")
 OPEN = ("too small to see here", "inconclusive")
 """Labels of measurements that decided nothing, not even the paper's size."""
 
@@ -225,6 +228,12 @@ class Verdict:
     def shown(self) -> Measurement:
         """The measurement that a reader sees first: the deciding one, else that of most seeds."""
         return self.deciding or max(self.exploratory, key=lambda one: one.seeds)
+
+    @property
+    def spoken(self) -> str:
+        """The scale as readers meet it: by all weights of the base that is shown."""
+        base = str(self.shown.pool.runs[0].settings.get("base"))
+        return store.SPOKEN.get(base, self.scale)
 
     @property
     def late(self) -> bool:
@@ -489,5 +498,6 @@ def quantity(number: float, unit: str, *, compared: bool) -> str:
 
 
 def minus(text: str) -> str:
-    """Write the minus of a number as a reader knows it."""
-    return text.replace("-", "−")
+    """Write the minus of a number as a reader knows it; what rounds to zero has no sign."""
+    unsigned = _SIGNED_ZERO.sub("", text)
+    return unsigned.replace("-", "−")

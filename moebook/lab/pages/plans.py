@@ -122,6 +122,7 @@ def shown(folder: Path) -> str:
             machines=[(storage.read_json(other), errors(other)) for other in others],
             behind=told.get("code") != _code(),
             efficiency=planning.EFFICIENCY,
+            gpus=planning.GPUS,
         )
 
 

@@ -257,7 +257,8 @@ def _stated(paper: Paper) -> Iterator[Check]:
         if needed != len(cells):
             counts = f"{kind} needs {needed} cells, selected {len(cells)}"
             refuse("E-FORMAT", f"{place}: {counts}")
-        where = f"{entry['where']}: {entry['sentence']}"
+        sentence = entry["sentence"].removesuffix(".")
+        where = f"{entry['where']}: {sentence}"
         yield Check(where, kind, printed, *typed, tuple(cells), where)
 
 

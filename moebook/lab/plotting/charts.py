@@ -459,8 +459,8 @@ def grid(
     """Open one panel a name, at most ``across`` in a row of ``height`` inches."""
     if not names:
         refuse("E-DATA", "no panels to draw; expected at least one")
-    across = min(across, len(names))
     down = math.ceil(len(names) / across)
+    across = math.ceil(len(names) / down)  # rows as full as each other: four are two by two
     figure, cells = plt.subplots(
         down,
         across,

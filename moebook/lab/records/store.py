@@ -48,7 +48,9 @@ SCALES = {
     "mid-moe": "41 M",
     "smollm2": "135 M",
 }
-"""Base to its scale, by the size of its weights; a larger base is a scale of its own."""
+"""Base to its scale, by the weights that a token uses; a larger base is a scale of its own."""
+SPOKEN = {"nano-moe": "3 M"}
+"""Base to how readers meet it, by all of its weights, where that is not its scale."""
 AUTHORS = "the authors' data"  # the scale of what only reads published files
 
 

@@ -141,10 +141,13 @@ def test_promises_are_drawn_for_what_ran_and_open_where_nothing_is_decided():
         findings.PROMISES[CLAIM.id]
     ]
     assert axes.lines[1].get_markerfacecolor() != "white"
-    assert figure.get_suptitle() == "1 of 1 promised gains is clear at 1 M"
+    assert figure.get_suptitle() == "1 of 1 promised gains is clear here"
     open_one = findings.promises([decided(CLAIM, pool(*OPEN))])
     assert open_one.axes[0].lines[1].get_markerfacecolor() == "white"
-    assert open_one.get_suptitle() == "None of 1 promised gains is clear at 1 M"
+    assert open_one.get_suptitle() == "None of 1 promised gains is clear here"
+    against = findings.promises([decided(CLAIM, pool(*(-x for x in HOLDS)))])
+    title = "None of 1 promised gains is clear here, 1 is reversed"
+    assert " ".join(against.get_suptitle().split()) == title
     assert findings.promises([row(CLAIM, []), COMPUTED]) is None
 
 

@@ -371,6 +371,9 @@ def test_an_exact_value_needs_no_seeds_and_effects_are_written_in_the_claims_uni
     assert amount(replace(DIRECTION, unit="percent_points"), -1.5) == "−1.5 points"
     assert amount(replace(DIRECTION, unit="nats"), -0.0321) == "−0.0321 nats"
     assert amount(NUMBER, 7.8e9) == "7,800,000,000"
+    # What rounds to zero has no sign.
+    assert amount(DIRECTION, -0.0004) == amount(DIRECTION, 0.0004) == "0.0 points"
+    assert amount(replace(DIRECTION, unit="nats"), -0.0004) == "−0.0004 nats"
 
 
 def test_a_computed_value_is_decided_by_committed_runs_and_else_by_the_pages():
