@@ -40,6 +40,12 @@ function filtered(table) {
     bar.append(label);
   }
   bar.append(count);
+  const unknown = names.find((name) => asked.has(name) && fields[name].value !== asked.get(name));
+  if (unknown) {
+    const told = document.createElement("output");
+    told.textContent = `no ${unknown} '${asked.get(unknown)}': all are shown`;
+    bar.append(told);
+  }
   // The table stands in a scrolling box, and that perhaps in one of the theme's: filters come before.
   (table.closest(".pst-scrollable-table-container") ?? table.closest(".moe-long") ?? table).before(bar);
   show();

@@ -364,9 +364,11 @@ def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.Da
     """
     lines = []
     for measure, arm in product(measures, names):
-        effects = pool.effects(measures[measure].format(arm=arm))
+        name = measures[measure].format(arm=arm)
+        effects = pool.effects(name)
         if len(effects):
-            low, high = interval(effects) or (np.nan, np.nan)
+            unit = next(iter(pool.values(name).values())).unit
+            low, high = records.within(unit, interval(effects) or (np.nan, np.nan))
             lines.append([measure, arm, effects.mean(), low, high, len(effects)])
     return pd.DataFrame(lines, columns=ARMS)
 

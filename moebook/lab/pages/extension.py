@@ -43,8 +43,17 @@ def setup(app: Any) -> dict[str, Any]:
     autosummary.WELL_KNOWN_ABBREVIATIONS = known + ABBREVIATIONS  # type: ignore[assignment]
     app.connect("builder-inited", _complete)
     app.connect("source-read", _insert)
+    app.connect("autodoc-process-docstring", _without_aliases)
     app.connect("html-page-context", _mend, priority=900)  # after all who add scripts
     return {"parallel_read_safe": True}
+
+
+def _without_aliases(
+    app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]
+) -> None:
+    """Drop what Python itself says of a named tuple's field: "Alias for field number 0"."""
+    if lines and lines[0].startswith("Alias for field number"):
+        lines.clear()
 
 
 def _complete(app: Any) -> None:

@@ -283,8 +283,11 @@ def taught(folder: Path) -> str:
         pool = store.pool(name, CLASS, folder)
         if pool:
             facts = notebook.facts(CLASS)
-            theirs = [value.value for value in pool.values(facts["See"]).values()]
-            every.append((pool, facts, sum(theirs) / len(theirs), another(theirs)))
+            seen = pool.values(facts["See"]).values()
+            theirs = [value.value for value in seen]
+            unit = next(iter(seen)).unit
+            ends = records.within(unit, another(theirs))
+            every.append((pool, facts, sum(theirs) / len(theirs), ends))
     return page("taught", pools=every)
 
 

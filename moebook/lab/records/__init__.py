@@ -9,5 +9,6 @@ from moebook.lab.records.runs import (
     plain,
     read_run,
     since,
+    within,
     write_run,
 )

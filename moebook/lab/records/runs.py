@@ -44,6 +44,7 @@ UNITS: dict[str, tuple[float, float]] = {
 """Unit to the lowest and highest value. Differences of shares are percent_points, of nats nats;
 "number" is for what has no unit (a gradient's norm, the scale of logits)."""
 
+
 DIGITS = 4  # of items and of points of curves, which are most of a run
 NAMES_SHOWN = 3  # of parts that have changed since a run
 FORMAT = 1  # of the file; a newer one is refused
@@ -75,6 +76,15 @@ Name = Annotated[str, Field(pattern=rf"^{_WORD}(/{_WORD})*$")]
 # Below the package.
 Module = Annotated[str, Field(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$")]
 Numbers = Annotated[tuple[float, ...], Field(min_length=1)]
+
+
+def within(unit: str, ends: tuple[float, float]) -> tuple[float, float]:
+    """Cut an interval of a value where its unit ends.
+
+    Student's interval may leave 0 to 1, a share cannot.
+    """
+    low, high = UNITS[unit]
+    return max(ends[0], low), min(ends[1], high)
 
 
 @record

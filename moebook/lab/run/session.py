@@ -213,15 +213,14 @@ class Run:
         # Here, since SciPy takes a second, which `moebook list` does not have.
         from moebook.intervals import interval
 
-        effects = pool.effects(names[0], names[1] if len(names) > 1 else None)
+        alone = len(names) == 1
+        effects = pool.effects(names[0], None if alone else names[1])
         unit = next(iter(pool.values(names[0]).values())).unit
-        tell = functools.partial(_told, unit=unit, is_difference=len(names) > 1)
+        tell = functools.partial(_told, unit=unit, is_difference=not alone)
         line["recorded runs"] = tell(effects.mean())
         ends = interval(effects)
         if ends:
-            # Student's interval knows no bounds, a share lies between 0 and 1.
-            bounds = records.UNITS[unit] if len(names) == 1 else (-np.inf, np.inf)
-            low, high = map(tell, np.clip(ends, *bounds))
+            low, high = map(tell, records.within(unit, ends) if alone else ends)
             low, *_ = low.split()  # the unit stands once
             line["95 % interval"] = f"{low} to {high}"
         return line | {"seeds": len(effects), "study": pool.protocol}
