@@ -4,7 +4,8 @@ A page fails where axe-core finds something critical or serious, in light or in 
 taller than 12,000 px at a width of 1400 or than 20,000 px on a phone (a notebook with its code
 folded: who reads the code scrolls for it), prints on more than 20 sheets, is larger than 3 MB
 though no notebook, loses a heading in print, is wider than a phone or cuts a formula there,
-throws an error or writes one to the console, or asks another host for anything. A long table must show ten rows at once, and a figure fill a phone.
+throws an error or writes one to the console, or asks another host for anything. A long table must
+show ten rows at once, and a figure fill a phone.
 No number of a table or a drawing is NaN, and no caption stands without its figure.
 Exits with 1 if one fails.
 """
