@@ -6,7 +6,7 @@ import json
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -258,8 +258,12 @@ def recorded(start: Path | None = None) -> dict[str, Run]:
     return {machine: pool.runs[0] for machine, pool in pools.items()}
 
 
-def remeasured(records: Mapping[str, Run]) -> pd.DataFrame:
-    """Read runs back: a line a contender, with machine and recorded values."""
+def remeasured(records: Mapping[str, Run], names: Iterable[str] = ()) -> pd.DataFrame:
+    """Read runs back: a line a contender, with machine and recorded values.
+
+    A record writes contenders as parts of names; those among ``names`` are called so again.
+    """
+    called = {slug(name): name for name in names}
     cases: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     contenders: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for machine, record in records.items():
@@ -271,8 +275,9 @@ def remeasured(records: Mapping[str, Run]) -> pd.DataFrame:
                 cases[machine, *key][column] = value.value
     keys = list(contenders)
     numbers = [{**cases[key[:3]], **contenders[key]} for key in keys]
-    names = pd.DataFrame(keys, columns=["machine", "op", "case", "contender"])
-    return names.join(pd.DataFrame(numbers, columns=[*UNITS, *COUNTS]))
+    who = pd.DataFrame(keys, columns=["machine", "op", "case", "contender"])
+    who["contender"] = who["contender"].replace(called)
+    return who.join(pd.DataFrame(numbers, columns=[*UNITS, *COUNTS]))
 
 
 def regrown(records: Mapping[str, Run]) -> pd.DataFrame:

@@ -276,6 +276,8 @@ def test_a_run_is_read_back_with_its_environment(tiny, tmp_path, monkeypatch):
     assert_equal(again[columns], ran[columns])
     keys = again["op"] + "/" + again["case"] + "/" + again["contender"]
     assert list(keys) == list(ran["key"])
+    called = bench.remeasured({"cpu": record}, ran["contender"])
+    assert list(called["contender"]) == list(ran["contender"])
 
     assert (record.protocol, record.tier, record.seed) == ("cpu", "cpu", 0)
     assert record.manifest["parameters"] == tiny.attrs
