@@ -50,7 +50,8 @@ window.moved = (() => {
       const [numbers, [height, ...marks]] = show(values, width);
       told.replaceChildren(...Object.entries(numbers).map(([label, text]) =>
         html("div", {}, html("dt", {}, label), html("dd", {}, ...[text].flat()))));
-      for (const [name, value] of Object.entries({ width, height })) picture.setAttribute(name, value);
+      const size = { width, height, viewBox: `0 0 ${width} ${height}` };
+      for (const [name, value] of Object.entries(size)) picture.setAttribute(name, value);
       picture.replaceChildren(...marks);
     };
     panel.append(...Object.values(fields).map(control));

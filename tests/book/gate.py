@@ -46,8 +46,8 @@ NOT_A_NUMBER = """[...document.querySelectorAll('td, svg text')].filter(
 ALONE = """[...document.querySelectorAll('figure:has(figcaption)')].filter(
   one => !one.querySelector('img, svg, table')
 ).length"""
-# Headings of sections that print without them; studies, headings of the third order, stay folded.
-LOST = """[...document.querySelectorAll('.bd-article :is(h1, h2)')].filter(
+# Sections that do not print; the title prints on its own, and studies, of the third order, stay folded.
+LOST = """[...document.querySelectorAll('.bd-article h2')].filter(
   one => !one.getClientRects().length
 ).length"""
 # Formulas within a line that end where their column does, and do not scroll.

@@ -327,9 +327,7 @@ def benchmarks(pools: Mapping[str, Pool]) -> pd.DataFrame:
         if len(items):
             scores = evaluation.summary(items, pool.last.settings["base"])
             lead = scores.normalised - scores.chance
-            scores["standard errors above chance"] = lead / scores.pop(
-                "its standard error"
-            )
+            scores["SE over chance"] = lead / scores.pop("its standard error")
             scores["loss"] = items.groupby("asked").nll.mean()
             tables[name] = scores
     if not tables:
