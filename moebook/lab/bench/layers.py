@@ -48,6 +48,8 @@ def routed(device: torch.device, T: int, E: int, K: int) -> Case:
 
 def balanced(device: torch.device, T: int, E: int, K: int) -> Case:
     """Top-k, which theirs cannot leave out, the loss and its gradient."""
+    if K > E:
+        refuse("E-RANGE", f"balance_loss: a token cannot choose {K} of {E} experts")
     logits = torch.randn(T, E, device=device, requires_grad=True)
 
     def loss(impl: str) -> Tensor:

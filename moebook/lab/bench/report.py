@@ -105,23 +105,23 @@ def _judged(
         return value, "met", ""
     if kind == "memory" or not isinstance(ours["profile"], dict):
         return value, "missed", ""
-    return (
-        value,
-        "missed",
-        _where(case, against, 1 / value if kind == "faster" else value),
-    )
+    # Our time over the other's; a goal in seconds is measured by ours.
+    times = {"faster": 1 / value, "within": value, "seconds": 1.0}[kind]
+    return value, "missed", _where(case, against, times)
 
 
 def _where(case: pd.DataFrame, against: str, times: float) -> str:
     """Where our time goes, which is so many times the other's, in multiples of that."""
     parts = []
     for name, share in case.loc["ours", "profile"].items():
-        if share * times >= 0.005:  # less would read as 0.00
-            parts.append(f"{name} {share * times:.2f}")
+        multiple = share * times
+        if multiple >= 0.005:  # less would read as 0.00
+            parts.append(f"{name} {multiple:.2f}")
     reason = ", ".join(parts)
-    if against != "floor" and "floor" in case.index:
-        reason += f"; the floor alone {times * case.loc['floor', 'ratio']:.2f}"
-    return reason
+    if against == "floor" or "floor" not in case.index:
+        return reason
+    floor = times * case.loc["floor", "ratio"]  # over ours, times ours over the other's
+    return reason if math.isnan(floor) else f"{reason}; the floor alone {floor:.2f}"
 
 
 def table(frame: pd.DataFrame) -> str:

@@ -94,9 +94,7 @@ def measure(
     place = runtime.resolve_device(device)
     if scale is None:
         scale = STATED[place.type]
-    refuse_unknown(scale, SCALES, "E-CHOICE", f"unknown scale '{scale}';")
-    if rounds < 1:
-        refuse("E-RANGE", f"rounds is {rounds}, expected at least 1")
+    _check(scale, rounds)
     frame = _run("bench", names, lambda op: op[scale], place, rounds, 3.0)
     threads = torch.get_num_threads()
     frame.attrs.update(device=place.type, scale=scale, rounds=rounds, threads=threads)
@@ -126,6 +124,7 @@ def growth(
         return cases
 
     place = runtime.resolve_device(device)
+    _check(scale, rounds)
     frame = _run("sweep", names, swept, place, rounds, 0.5)
     frame = frame[frame["seconds"].notna()].reset_index(drop=True)
     frame[["letter", "value"]] = frame["case"].str.extract(r"(\w+)=(\d+)")
@@ -134,6 +133,13 @@ def growth(
     ends = curves[["value", "seconds"]]
     logs = np.log(ends.transform("last") / ends.transform("first"))
     return frame.assign(exponent=logs["seconds"] / logs["value"])
+
+
+def _check(scale: str, rounds: int) -> None:
+    """Refuse an unknown scale, or no round."""
+    refuse_unknown(scale, SCALES, "E-CHOICE", f"unknown scale '{scale}';")
+    if rounds < 1:
+        refuse("E-RANGE", f"rounds is {rounds}, expected at least 1")
 
 
 def _run(

@@ -271,7 +271,7 @@ def differences(
 
 
 def runs(pools: dict[str, Pool]) -> pd.DataFrame:
-    """Say of each pool which runs it has, of which day, and what of the code has changed since."""
+    """Say of each pool which runs it has, when the last ran, and what of its code has changed."""
     lines: list[list[Any]] = []
     for pool in pools.values():
         seeds = ", ".join(map(str, pool.seeds))
@@ -379,6 +379,8 @@ def changes(
     for arm in names:
         one, two = (name.format(arm=arm) for name in measures.values())
         both = pool.having(one, two)
+        if not both:
+            continue
         kept = pool.of_seeds(both)
         change = kept.effects(two, one)
         line = [
@@ -389,23 +391,13 @@ def changes(
             len(both),
         ]
         frames += [arms(kept, [arm], measures), pd.DataFrame([line], columns=ARMS)]
-    return table(pd.concat(frames))
+    return table(pd.concat(frames)) if frames else pd.DataFrame()
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
     """Put what `arms` measured into words: a line an arm, a column a measure, and the seeds."""
-    text = []
-    for value, *ends in zip(frame.value, frame.low, frame.high, strict=True):
-        low, high = map(_said, ends)
-        if low != high:
-            text.append(f"{_said(value)} ({low} to {high})")
-        elif ends[0] == value and float(value).is_integer():
-            # Whole, and the same in each run, as a count is.
-            text.append(f"{value:,.0f}")
-        elif 0 < abs(value) < 0.0005:
-            text.append(f"{value:.0e}")  # which three digits would call none
-        else:
-            text.append(_said(value))
+    lines = zip(frame.value, frame.low, frame.high, strict=True)
+    text = [_words(*line) for line in lines]
     wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")
     order = list(dict.fromkeys(frame.arm)), list(dict.fromkeys(frame.measure))
     # One line of headings: pandas writes that of the first column as the name of the others.
@@ -413,8 +405,22 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     return wide.assign(seeds=frame.groupby("arm").seeds.min())
 
 
+def _words(value: float, low: float, high: float) -> str:
+    """Write a mean with its interval, or alone where three digits show none."""
+    if _said(low) != _said(high):
+        return f"{_said(value)} ({_said(low)} to {_said(high)})"
+    # Whole, and the same in each run, as a count is.
+    if low == value and float(value).is_integer():
+        return f"{value:,.0f}"
+    # Three digits would call it none.
+    if 0 < abs(value) < 0.0005:
+        return f"{value:.0e}"
+    return _said(value)
+
+
 def _said(number: float) -> str:
-    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3f}"
+    """Write a number; what rounds to zero has no sign."""
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:z.3f}"
 
 
 def sizes(pool: Pool, kind: str, default: tuple[int, str]) -> dict[int, str]:

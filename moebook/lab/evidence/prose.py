@@ -210,7 +210,8 @@ def _measured(
     if pool.published:  # each seed read the same files
         effects = effects[:1]
     names = [name, less] if isinstance(less, str) else [name]
-    seeds = pool.having(*names)
+    compared = less if isinstance(less, tuple) else names
+    seeds = pool.having(name, *compared)
     means: list[float] = []
     for each in names:
         by_seed = pool.values(each)
@@ -244,7 +245,7 @@ def filled(text: str, evidence: Evidence, where: str) -> str:
             return str(effect(match[1], sentence))
         told = effect(aspect[2], sentence).said(aspect[1])
         if told is None:
-            refuse("E-PROSE", f"{sentence}: nothing says the {aspect[1]} of an effect")
+            refuse("E-PROSE", f"{sentence}: this effect has no '{aspect[1]}'")
         return told
 
     return _BRACES.sub(written, body)

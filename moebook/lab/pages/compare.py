@@ -36,7 +36,7 @@ def compare(path: Path, folder: Path) -> str:
     count = len(mine.values)
     lines = [f"{path.name}: notebook {mine.notebook}, tier {mine.tier}, {count} values"]
     of_course = _of_course(mine, folder)
-    beside = of_course or _of_nearest_tier(mine, book)
+    beside = of_course or _nearest(mine, book)
     if beside is None:
         lines.append("the book has no run of this notebook yet")
     else:
@@ -53,13 +53,17 @@ def compare(path: Path, folder: Path) -> str:
     return "\n".join(map(printable, [*lines, "", *rest]))
 
 
-def _of_nearest_tier(mine: Run, book: Sequence[Pool]) -> Pool | None:
-    """Find the pool of a run's tier, else of the next lower one, else of the next higher."""
+def _nearest(mine: Run, book: Sequence[Pool]) -> Pool | None:
+    """Find the pool nearest to a run: by tier (lower before higher), base, other parameters."""
     place = TIERS.index(mine.tier)
 
-    def distance(pool: Pool) -> tuple[bool, int]:
+    def distance(pool: Pool) -> tuple[bool, int, bool, int]:
         tier_place, _ = pool.rank
-        return tier_place > place, abs(tier_place - place)
+        theirs = pool.runs[0].settings
+        is_higher = tier_place > place
+        is_other_base = theirs.get("base") != mine.settings.get("base")
+        differing = mine.settings.items() - theirs.items()
+        return is_higher, abs(tier_place - place), is_other_base, len(differing)
 
     return min(book, key=distance, default=None)
 

@@ -156,6 +156,11 @@ def _esft(given: Given) -> Arms:
             method = methods.esft(min(1.0, share))
         turns = targets if arm.main else 1
         yield name, method, {"turns": turns, "steps": given["steps"] + tries}
+    if given[
+        "align_steps"
+    ]:  # all parameters of the base, before there is any copy of it
+        own = {"steps": given["align_steps"], "beside": 0.0}
+        yield "alignment", methods.full(), own
 
 
 def _together(given: Given) -> Arms:

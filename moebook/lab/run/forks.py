@@ -160,7 +160,9 @@ def become(command: list[str], env: dict[str, str], cwd: str, files: list[int]) 
         sys.argv = [flag, *arguments]
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
-        exec(compile(text, "<string>", "exec"), vars(module))
+        # Without the imports from __future__ of this file, which it would take over.
+        code = compile(text, "<string>", "exec", dont_inherit=True)
+        exec(code, vars(module))
 
 
 def take_files(files: list[int]) -> None:

@@ -403,7 +403,7 @@ def _other_cell(executed: Any, noted: Mapping[str, str]) -> str | None:
     texts = {str(number): cell["source"] for number, cell in code_cells(executed)}
     gone = noted.keys() - texts.keys()
     if gone:
-        return min(gone)
+        return min(gone, key=lambda number: (len(number), number))
     last = max(map(int, noted), default=0)
     for number in map(str, range(1, last + 1)):
         if noted.get(number) != storage.files.cell_digest(texts[number]):

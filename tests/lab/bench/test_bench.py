@@ -24,6 +24,7 @@ from moebook.lab.bench.case import Case, Product
 from moebook.lab.bench.timing import Contender, Cost, Timing
 from moebook.lab.records import store
 from moebook.methods.rocket import shards
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 
@@ -214,6 +215,11 @@ def test_growth_fits_the_power_law_through_the_ends_and_curves_take_the_fastest_
     slope = math.log(large.seconds / small.seconds) / math.log(2)
     assert ours["exponent"].tolist() == pytest.approx([slope, slope])
     assert "balance_loss, tokens, T = 1024, 2048" in report.growth_table(frame)
+    # Of four experts a token cannot choose eight: that point is left out.
+    few = bench.growth(["balance_loss"], scale="tiny", device="cpu", rounds=1)
+    assert few[few["letter"] == "K"]["value"].max() <= 4
+    refused("E-CHOICE", bench.growth, scale="huge")
+    refused("E-RANGE: rounds is -1", bench.growth, rounds=-1)
 
     lines = [
         ("x", 2, 0.5),

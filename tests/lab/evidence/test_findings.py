@@ -414,6 +414,10 @@ def test_a_change_is_over_the_seeds_that_have_both_and_arms_with_fewer_seeds_are
         "-0.250",
         2,
     )
+    for absent in (["c"], []):
+        assert findings.changes(
+            both, absent, {"a": "toy/{arm}/loss", "b": "toy/b/loss"}
+        ).empty
     assert both.lacking(["a", "b", "c"]) == " (of these: b 2, c 0)"
     assert both.lacking(["all"]) == both.lacking(["a", ""]) == ""
 

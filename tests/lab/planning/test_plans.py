@@ -55,6 +55,14 @@ def test_every_arm_is_planned_with_its_steps_and_turns(name):
     assert all(training.steps > 0 and training.turns > 0 for training in found)
 
 
+def test_the_alignment_before_esfts_arms_is_planned_with_all_parameters():
+    given = values("esft", "nano", arms="gate", align_steps=100)
+    gate, alignment = plans.trainings("esft", given)
+    assert (alignment.name, alignment.steps) == ("alignment", 100)
+    sizes = [planning.size(one, 1, False).trained for one in (gate, alignment)]
+    assert sizes[0] < sizes[1] / 2
+
+
 @pytest.mark.parametrize("name", study.PLANNED)
 def test_a_study_refuses_unknown_arms_before_anything_runs(name, monkeypatch):
     monkeypatch.setattr(

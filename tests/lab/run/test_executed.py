@@ -453,6 +453,20 @@ def test_a_run_of_a_course_stands_beside_its_pool_by_what_another_seed_would_har
     assert "at nano" in compare(reader(project, shown), project)
 
 
+def test_of_several_pools_of_a_tier_that_of_the_nearest_parameters_stands_beside(
+    project,
+):
+    for protocol, steps in (("a_first", 10), ("b_near", 49)):
+        facts = {"settings": {"tier": "study", "steps": steps}}
+        path = project / "results" / "pesc" / protocol / "0.parquet"
+        run = Run("pesc", protocol, "study", 0, values(0.42, 0.41), **facts)
+        records.write_run(path, run)
+        head = f"tier: study\nsteps: {steps}\n"
+        storage.write(project / "notebooks" / f"01_pesc.{protocol}.yaml", head)
+    mine = reader(project, values(0.42, 0.44), steps=49)
+    assert "at b_near, seeds 0" in compare(mine, project)
+
+
 def test_the_books_own_run_is_not_compared_with_itself(project):
     path = reader(project, values(0.42, 0.40))
     executed = {"executed": storage.digest(path)}
