@@ -157,9 +157,9 @@ def summary(
     """Put what `evaluate` found beside chance and the scores of the base's model card.
 
     A line for each name asked for, in which a group's tasks count equally. It has the
-    accuracy and its standard error over items, the accuracy by likelihoods normalised
-    by length (where the benchmark has it), chance, rows, and the published score, NaN
-    where `cards.yaml` has none.
+    accuracy, the accuracy by likelihoods normalised by length (where the benchmark has
+    it) and the latter's standard error over items (NaN where a task has one), chance,
+    rows, and the published score, NaN where `cards.yaml` has none.
     """
     published = {}
     repository = base.partition("@")[0]
@@ -170,7 +170,7 @@ def summary(
     for name, items in table.groupby("asked", sort=False):
         tasks = items.groupby("task")
         means = tasks[["unnormalised", "correct", "chance"]].mean().mean()
-        squares = (tasks.correct.sem() ** 2).sum(min_count=1)
+        squares = (tasks.correct.sem() ** 2).sum(skipna=False)  # one row has no error
         lines[name] = [
             means.unnormalised,
             means.correct,
@@ -206,17 +206,18 @@ def by_benchmark(
     domains = dict(domains or {})
     benchmarks = {task: _benchmark(task, domains) for task in table.task.unique()}
     items = table.assign(benchmark=table.task.map(benchmarks))
-    own = dict(zip(items.benchmark, items.domain, strict=True))
-    items["domain"] = items.benchmark.map(own | domains)
+    pairs = zip(items.benchmark, items.domain, strict=True)
+    items["domain"] = [domains.get(benchmark, own) for benchmark, own in pairs]
 
     # The same sum of weights for each benchmark, of all and of those in its domain.
     size = items.groupby("benchmark").correct.transform("size")
+    size_there = items.groupby(["domain", "benchmark"]).correct.transform("size")
     of_domain = items.groupby("domain")
     benchmarks_there = of_domain.benchmark.transform("nunique")
     fair = of_domain.correct.transform("size") / benchmarks_there
     items["weight"] = len(items) / items.benchmark.nunique() / size
     items["score"] = items.correct * items.weight
-    items["domain_score"] = items.correct * (fair / size)
+    items["domain_score"] = items.correct * (fair / size_there)
     return items
 
 

@@ -12,7 +12,6 @@ import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -216,9 +215,10 @@ class _Local(ConfigurableTask):
         try:
             super().__init__(config=config | dict.fromkeys(SPLITS - needed))
             examples = self.fewshot_docs() if config.get("num_fewshot") else []
-            for number, item in enumerate(chain(self.eval_docs, examples), start=1):
-                self.at = f"item {number}"
-                self._check(item)
+            for kind, items in (("item", self.eval_docs), ("example", examples)):
+                for number, item in enumerate(items, start=1):
+                    self.at = f"{kind} {number}"
+                    self._check(item)
         except (Refusal, ImportError):
             raise
         except Exception as error:  # whatever a template or a function makes of damage
@@ -289,7 +289,7 @@ class _Local(ConfigurableTask):
         """Read the splits' files, each by the project's reader of data of the hub."""
         self.dataset = {}
         splits = {getattr(self.config, kind) for kind in SPLITS}
-        for split in splits - {None}:
+        for split in sorted(splits - {None}):
             rows = []
             for file in hub.shards(
                 self.folder, str(self.DATASET_PATH), self.DATASET_NAME, split

@@ -244,6 +244,8 @@ def _targets(settings: Settings) -> Complaints:
                 yield f"targets lists {name!r}: {why}: {nearest(name, tasks.KNOWN)}"
     yield from _shots(settings)
     benchmarks = settings["benchmarks"].split(",") if settings["benchmarks"] else []
+    if benchmarks:
+        yield from needs.named({"benchmarks": settings["benchmarks"]})
     yield from complaint("", tested, targets, benchmarks)
 
 

@@ -89,6 +89,12 @@ def as_adapters(
         if lacking:
             what = f"'{lacking[0]}' adapts no {paths[end]}"
             refuse("E-KEYS", f"{what}: train the bank on down_proj")
+    read = {paths[end] for end in ends.values()}
+    for lora in loras:
+        others = sorted(lora.down.keys() - read)
+        if others:
+            what = f"'{lora.name}' adapts {others[0]} too, which no adapter reads"
+            refuse("E-KEYS", f"{what}: train the bank on down_proj alone")
 
     seen = _through(model, ends, batches)
     down: list[Tensor] = []

@@ -137,7 +137,9 @@ def costs(
     for name, model in models.items():
         step, token = np.median(times[name], axis=0)
         flops = measured(model, [first], penalties[name]) / first["input_ids"].numel()
+        was_training = model.training
         peak = training.step_memory(model.train(), batch).total
+        model.train(was_training)
         lines[name] = {
             "step": step,
             "token": token,

@@ -120,8 +120,10 @@ class Store:
         # In a run nobody is there but the kernel of a killed one, about to end.
         with storage.locked(folder / ".lock", wait=not self.asked):
             storage.sweep(folder)
-            for leftover in (*folder.glob(".stage-*"), *folder.glob(".trash-*")):
-                shutil.rmtree(leftover)
+            # Its own alone: others may write into the folder at the same time.
+            for kind in (".stage-step-*", ".trash-step-*"):
+                for leftover in folder.glob(kind):
+                    shutil.rmtree(leftover)
             yield
 
     def due(self, seconds: list[float], total: int, model: nn.Module) -> bool:

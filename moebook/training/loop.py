@@ -260,7 +260,7 @@ def _extra(penalty: Penalty, model: nn.Module) -> Tensor:
         got = f"a tensor {tuple(value.shape)}" if is_tensor else shown(value)
         refuse(
             "E-SHAPE",
-            f"penalty returns {got}, expected a tensor of one number, as the loss",
+            f"penalty returns {got}, expected a tensor without dimensions, as the loss",
         )
     return value
 
@@ -274,8 +274,8 @@ def _stop(
     store: checkpoints.Store | None,
 ) -> NoReturn:
     """Refuse a step whose loss, penalty or gradient is not finite."""
-    last = max(store.steps(), default=0) if store else None
-    saved = f"last checkpoint: step {last}" if store else "unsaved"
+    steps = store.steps() if store else []
+    saved = f"last checkpoint: step {max(steps)}" if steps else "unsaved"
     text = f"step {step + 1}: loss {loss}, penalty {extra}, gradient norm {norm}"
     text += f" on rows {batches.rows(step).tolist()}; the model is as after step {step}"
     refuse("E-NONFINITE", f"{text} ({saved}): lower lr")

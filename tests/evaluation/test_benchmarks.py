@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -119,6 +120,10 @@ def test_a_group_is_one_line_in_which_its_tasks_count_equally(
     assert table.groupby("task").size().tolist() == [2, 4]
     assert (line.normalised, line["rows"], line.chance) == (1 / 2, 6, 1 / 2)
     assert line.published == pytest.approx(0.373)
+    # Of a task with one row nobody knows the error, so of its group neither.
+    one = table.groupby("task").head(1).index.union(table.index[-2:])
+    short = evaluation.summary(table.loc[one]).loc["ai2_arc"]
+    assert np.isnan(short["its standard error"])
 
 
 def test_asked_in_a_chat_format_an_answer_is_as_likely_as_after_a_training_prompt(

@@ -650,6 +650,15 @@ def test_benchmarks_weigh_equally_whatever_their_number_of_items(
     )
 
 
+def test_rows_of_one_task_keep_their_own_domains():
+    rows = [("law", 1), ("law", 1), ("law", 0), ("medicine", 0)]
+    table = pd.DataFrame(rows, columns=["domain", "correct"]).assign(task="own_mine")
+    items = evaluation.by_benchmark(table)
+    assert items.domain.equals(table.domain)
+    by_domain = items.groupby("domain").domain_score.mean()
+    assert by_domain.to_dict() == pytest.approx({"law": 2 / 3, "medicine": 0})
+
+
 @pytest.mark.parametrize("missing", [None, np.nan])
 def test_a_row_without_a_task_is_refused_which_no_group_would_have(missing):
     for name in ("task", "domain"):

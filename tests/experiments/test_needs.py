@@ -326,6 +326,9 @@ def test_a_filled_bank_folder_says_what_there_is_to_choose_from(tmp_path):
     }
     words = "E-RANGE: candidates = 4: the whole bank holds 3; take 3 or less"
     refused(words, experiments.check, "rocket", given("rocket", **few, arms="mixture"))
+    twice = {"targets": "gcd,isa", "benchmarks": "piqa,piqa"}
+    told = "E-RANGE: .*benchmarks .*piqa.*"
+    refused(told, experiments.check, "rocket", given("rocket", **twice, arms="mixture"))
     few |= {"candidates": 3, "searches": 4}
     words = "searches = 4: .* over 3 LoRAs .bank_folder = .* takes 5 at least"
     refused(words, experiments.check, "rivals", given("rivals", **few, arms="lorahub"))

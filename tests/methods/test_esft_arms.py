@@ -277,6 +277,13 @@ def test_half_mass_concentration_overlap_and_switches_of_scores_worked_by_hand()
     second = scores([0.1, 0.4, 0.3, 0.2], [0.3, 0.4, 0.1, 0.2])
     # One expert in the first layer, two in the second: their mean.
     assert esft.overlap({"a": first}, {"b": second}, 2).loc["a", "b"] == 1.5
+    # Layers are compared by their numbers, in whatever order they come.
+    turned = esft.Scores(
+        *[dict(reversed(part.items())) for part in (first.token, first.gate)]
+    )
+    assert esft.overlap({"a": first}, {"a": turned}, 1).loc["a", "a"] == 1
+    fewer = {"b": scores([0.6, 0.4], [0.6, 0.4])}
+    refused("E-SHAPE: .*'b' are of 2 experts", esft.overlap, {"a": first}, fewer, 1)
     # Two experts reach 0.6, whichever is the better; of the total of 0.8 that one does alone.
     pooled = {"tokens": scores([0.5, 0.2, 0.1]), "samples": scores([0.1, 0.5, 0.2])}
     table = esft.switches(pooled, {"gate": 0.6})

@@ -129,7 +129,9 @@ def test_the_adapters_norm_is_that_of_all_upper_matrices_together(host):
     refused("E-MODEL: no adapters", pesc.adapter_norm, host())
 
 
-def test_full_experts_equal_the_dense_model_at_step_0_and_train_alone(host, batch):
+def test_full_experts_equal_the_dense_model_at_step_0_and_train_alone(
+    host, batch, tmp_path
+):
     dense = host()
     full = pesc.full_experts(host(), pesc.Config(**SMALL, host="frozen"))
     torch.testing.assert_close(
@@ -143,6 +145,9 @@ def test_full_experts_equal_the_dense_model_at_step_0_and_train_alone(host, batc
     assert all(router.weight.grad.norm() > 0 for router in routers(full))
     with pytest.raises(Refusal, match="E-CHOICE: host is 'lora'"):
         pesc.full_experts(host(), pesc.Config(**SMALL, host="lora"))
+    with pytest.raises(Refusal, match=r"E-MODEL: pesc.save .* full experts"):
+        pesc.save(full, tmp_path / "lost")
+    assert not (tmp_path / "lost").exists()
 
 
 def test_error_is_0_for_equal_models_and_1_for_adapters_that_never_moved(host, batch):

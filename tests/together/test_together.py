@@ -221,6 +221,12 @@ def test_loras_that_read_what_the_ffn_puts_out_become_adapters_exactly(dense):
     made = dense.as_adapters([lora])
     torch.testing.assert_close(made.explained, torch.ones_like(made.explained))
     model = combining.start_adapters(pesc.prepare(deepcopy(base), config), made)
+    path = next(iter(one.down))
+    beside = path.replace("down_proj", "up_proj")
+    down = {**one.down, beside: one.down[path]}
+    up = {**one.up, beside: one.up[path]}
+    wide = Lora("wide", rank, 2.0 * rank, down, up)
+    refused(f"E-KEYS: 'wide' adapts {beside} too", dense.as_adapters, [wide])
     with attached(base, [lora]):
         expected = logits(base, dense)
     assert (expected - logits(base, dense)).abs().max() > 0.01

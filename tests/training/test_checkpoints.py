@@ -165,6 +165,12 @@ def test_folders_of_others_or_in_use_and_files_are_refused(
                 **{**SETTINGS, "lr": lr},
                 output=once_interrupted,
             )
+    # What another method is about to write into the folder is not swept.
+    stage = tmp_path / ".stage-task"
+    stage.mkdir()
+    with Store(folder=tmp_path, run={}, every=1).locked():
+        assert stage.is_dir()
+    stage.rmdir()
     held = Store(folder=tmp_path, run={}, every=1).locked()
     with held, pytest.raises(Refusal, match=f"process {os.getpid()}"):
         fit(lora(), rows(), steps=1, output=tmp_path)

@@ -41,6 +41,7 @@ def setup(app: Any) -> dict[str, Any]:
 
     known: tuple[str, ...] = autosummary.WELL_KNOWN_ABBREVIATIONS
     autosummary.WELL_KNOWN_ABBREVIATIONS = known + ABBREVIATIONS  # type: ignore[assignment]
+    app.setup_extension("sphinx.ext.autodoc")  # whose event is listened to below
     app.connect("builder-inited", _complete)
     app.connect("source-read", _insert)
     app.connect("autodoc-process-docstring", _without_aliases)

@@ -81,14 +81,18 @@ def overlap(first: ByTask, second: ByTask, top: Size) -> pd.DataFrame:
         if scores.gate.keys() != next(iter(first.values())).gate.keys():
             where = f"the scores of '{task}'"
             refuse("E-KEYS", f"{where} are of other layers than the first")
+        experts = next(iter(first.values())).experts
+        if scores.experts != experts:
+            what = f"the scores of '{task}' are of {scores.experts} experts"
+            refuse("E-SHAPE", f"{what}, those of the first of {experts}")
         if top > scores.experts:
             refuse("E-RANGE", f"top is {top}, expected 1 to {scores.experts} (experts)")
 
     def best(scores: Scores) -> list[set[int]]:
         """Return each layer's best experts."""
         chosen: list[set[int]] = []
-        for row in scores.gate.values():
-            order = row.argsort(descending=True, stable=True)
+        for layer in sorted(scores.gate):
+            order = scores.gate[layer].argsort(descending=True, stable=True)
             chosen.append(set(order[:top].tolist()))
         return chosen
 

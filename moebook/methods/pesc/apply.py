@@ -145,8 +145,15 @@ def assemble(model: nn.Module, made_from: Origin) -> nn.Module:
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
-    """Write what was trained, the settings and the base's fingerprint to a new folder."""
+    """Write what was trained, the settings and the base's fingerprint to a new folder.
+
+    Raises:
+        Refusal: E-MODEL where the model has full experts, which `load` does not make.
+    """
     made_from = checkpoint.origin(model, Origin)
+    if any(isinstance(part, mnn.Experts) for part in model.modules()):
+        why = "the model has full experts: keep its state_dict"
+        refuse("E-MODEL", f"pesc.save writes adapters, and {why}")
     return checkpoint.save(folder, made_from, trained(model, made_from.config))
 
 
@@ -160,7 +167,10 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
 
 
 def trained(model: nn.Module, config: Config) -> dict[str, nn.Parameter]:
-    """Return what trains, by name: adapters, routers and LoRA, or (``"full"``) everything."""
+    """Return what trains, by name: adapters, routers and LoRA, or (``"full"``) everything.
+
+    Full experts (`full_experts`) are none of these.
+    """
     parameters = dict(model.named_parameters())
     if config.host == "full":
         return parameters
