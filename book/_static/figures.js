@@ -211,7 +211,7 @@
         "mean cosine in the group": means[best].toFixed(3),
       };
       const longest = Math.max(...loras.map((name) => name.length));
-      const left = Math.min(width / 2, 7.6 * (longest + 2) + 6);
+      const left = Math.min(width / 2, 8 * (longest + 2) + 6);
       const scale = (width - left - 8) / (2 * bank.length);
       const marks = ranked.flatMap((one, place) => {
         const y = 20 + 22 * place + (place < M ? 0 : 26);
@@ -220,9 +220,12 @@
         let x = left;
         return [text(0, y + 13, `${chosen.includes(one) ? "✔ " : ""}${one.name}`,
           chosen.includes(one) ? { class: "chosen" } : {}), ...parts.flatMap(([, size]) => {
-          const part = [bar(x, y, scale * size - 1, 17, kind),
-            text(x + (scale * size) / 2, y + 13, size,
-              { class: chosen.includes(one) ? "inside" : "", "text-anchor": "middle" })];
+          const part = [bar(x, y, scale * size - 1, 17, kind)];
+          // A number that has no room in its bar stands in the table alone.
+          if (scale * size >= 8 * String(size).length + 4) {
+            part.push(text(x + (scale * size) / 2, y + 13, size,
+              { class: chosen.includes(one) ? "inside" : "", "text-anchor": "middle" }));
+          }
           x += scale * size;
           return part;
         })];

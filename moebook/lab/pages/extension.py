@@ -31,7 +31,17 @@ REFERENCE = {
     "kernels": "kernels",
 }
 """Notebook to the page of the reference with the functions that it calls."""
-ABBREVIATIONS = (" Alg.", " App.", " Eq.", " Fig.", " Sec.", "(Eq.", "(Sec.", "(App.")
+ABBREVIATIONS = (
+    " Alg.",
+    " App.",
+    " Eq.",
+    " Fig.",
+    " Sec.",
+    "(Eq.",
+    "(Sec.",
+    "(App.",
+    "(Alg.",
+)
 """What ends no sentence in a docstring: the reference's tables show the first one."""
 
 

@@ -306,9 +306,9 @@ def cost(run: Run) -> str:
         spent = run.manifest["seconds"]
         memory = run.manifest["peak_memory"]
         machine = run.manifest["environment"]
-        hardware = (
-            machine["accelerator"] or f"{machine['cpu']}, {machine['cores']} cores"
-        )
+        cores = machine["cores"]
+        processor = f"{machine['cpu']}, {cores} core{'s' if cores != 1 else ''}"
+        hardware = machine["accelerator"] or processor
         # Once one run had several.
         seeds = run.manifest.get("parameters", {}).get("seeds", 1)
         share = f" for {seeds} seeds" if seeds > 1 else ""
