@@ -76,7 +76,8 @@ class Config(Presets):
             rows (released), which loses what rows disagree on.
         eps: Added to ``F_a + F_b``. The released 1e-6 swamps a language model's entries (1e-9),
             and the measure becomes a plain cosine.
-        neighbours: The number k. Shipped scripts hold 2 or 3 LoRAs, the target's included; Rocket says no k.
+        neighbours: The number k. Shipped scripts hold 2 or 3 LoRAs, the target's included;
+            Rocket says no k.
         trains: The softmax weights alone, or the k + 1 LoRAs too (released).
         shared: One v for each attention block (released), for each linear layer, or for all.
         rate: Learning rate of v; None for that of the LoRAs.
