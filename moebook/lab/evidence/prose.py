@@ -36,7 +36,8 @@ import numpy as np
 from moebook import lists
 from moebook.errors import nearest, refuse
 from moebook.intervals import interval, place
-from moebook.lab.evidence.verdicts import Row, minus, quantity
+from moebook.lab import records
+from moebook.lab.evidence.verdicts import Row, quantity
 from moebook.lab.records import store
 from moebook.lab.records.store import Pool
 from moebook.lab.run import sources
@@ -101,7 +102,7 @@ class Effect:
         text = f"{number:{sign}{form}}".removesuffix(".")
         if unit not in ("ratio", "number", "correlation"):
             text = f"{text} {unit}"
-        return minus(text)
+        return records.minus(text)
 
     def __str__(self) -> str:
         """Write the number and, in brackets, its interval."""

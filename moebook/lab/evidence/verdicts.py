@@ -7,7 +7,6 @@ exploratory: they stand beside the verdict and never make one. There is no verdi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +19,7 @@ from scipy import stats
 from moebook import storage
 from moebook.errors import refuse
 from moebook.intervals import CONFIDENCE, interval, p_value, visible
-from moebook.lab import papers
+from moebook.lab import papers, records
 from moebook.lab.papers import Claim
 from moebook.lab.records import store
 from moebook.lab.records.store import COMMITTED, LIVE, MARKED, SEEDS, Pool
@@ -38,8 +37,6 @@ LABELS = {  # as a reader should meet them: what each is called where there is l
     "not run": "not run",
     "withdrawn": "withdrawn",
 }
-# A sign before 0, 0.0, ...: of what rounds to zero.
-_SIGNED_ZERO = re.compile(r"(?<![\w.])[+-](?=0(\.0+)?(?![\d.]))")
 OPEN = ("too small to see here", "inconclusive")
 """Labels of measurements that decided nothing, not even the paper's size."""
 
@@ -494,10 +491,4 @@ def quantity(number: float, unit: str, *, compared: bool) -> str:
         text = f"{number:{sign}.3g}"
     else:
         text = f"{number:{sign}.3g} {unit}"
-    return minus(text)
-
-
-def minus(text: str) -> str:
-    """Write the minus of a number as a reader knows it; what rounds to zero has no sign."""
-    unsigned = _SIGNED_ZERO.sub("", text)
-    return unsigned.replace("-", "−")
+    return records.minus(text)

@@ -6,6 +6,7 @@ from moebook.lab.records.runs import (
     Curve,
     Run,
     Value,
+    minus,
     plain,
     read_run,
     since,

@@ -12,6 +12,7 @@ import functools
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field, fields, replace
@@ -46,6 +47,8 @@ UNITS: dict[str, tuple[float, float]] = {
 
 
 DIGITS = 4  # of items and of points of curves, which are most of a run
+# A sign before 0, 0.0, ...: of what rounds to zero.
+_SIGNED_ZERO = re.compile(r"(?<![\w.])[+-](?=0(\.0+)?(?![\d.]))")
 NAMES_SHOWN = 3  # of parts that have changed since a run
 FORMAT = 1  # of the file; a newer one is refused
 HEAD = b"moebook"  # key of the file's metadata
@@ -76,6 +79,12 @@ Name = Annotated[str, Field(pattern=rf"^{_WORD}(/{_WORD})*$")]
 # Below the package.
 Module = Annotated[str, Field(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$")]
 Numbers = Annotated[tuple[float, ...], Field(min_length=1)]
+
+
+def minus(text: str) -> str:
+    """Write the minus of a number as a reader knows it; what rounds to zero has no sign."""
+    unsigned = _SIGNED_ZERO.sub("", text)
+    return unsigned.replace("-", "−")
 
 
 def within(unit: str, ends: tuple[float, float]) -> tuple[float, float]:

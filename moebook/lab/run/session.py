@@ -332,7 +332,7 @@ def _told(number: float, unit: str, *, is_difference: bool) -> str:
     """Write a number with its unit, as a reader says it: 0.239 as 23.9 %."""
     factor, plain, signed = TOLD.get(unit, (1.0, "{:.3g}", "{:+.3g}"))
     form = signed if is_difference else plain
-    return form.format(factor * float(number)).replace("-", "−")
+    return records.minus(form.format(factor * float(number)))
 
 
 def _recorded(
