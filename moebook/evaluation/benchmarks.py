@@ -158,8 +158,8 @@ def summary(
 
     A line for each name asked for, in which a group's tasks count equally. It has the
     accuracy, the accuracy by likelihoods normalised by length (where the benchmark has
-    it) and the latter's standard error over items (NaN where a task has one), chance,
-    rows, and the published score, NaN where `cards.yaml` has none.
+    it), chance, rows, and the published score, NaN where `cards.yaml` has none. The
+    standard error is the normalised accuracy's over items, NaN where a task has one.
     """
     published = {}
     repository = base.partition("@")[0]

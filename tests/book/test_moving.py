@@ -278,7 +278,7 @@ def test_the_forest_shows_the_intervals_that_the_filters_leave(
     cases = (
         (0, "all", every),
         (0, "PESC", every[:2]),
-        (1, "direction fails", every[1:2]),
+        (1, "fails", every[1:2]),
     )
     for place, choice, left in cases:
         field = f"document.querySelectorAll('.moe-filters select')[{place}]"

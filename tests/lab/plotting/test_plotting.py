@@ -157,7 +157,7 @@ def test_loads_stack_to_one_and_number_their_experts():
 
 def test_points_keep_their_colours_and_the_legend_hides_no_label():
     panels = {"one": {"pool": CLOUD, "shots": CLOUD + 1}}
-    for name in "abc":
+    for name in "abcd":
         panels[name] = {"shots": CLOUD}
     figure = plotting.points(panels, xlabel="x", ylabel="y")
     one, two, *_ = figure.axes
