@@ -101,6 +101,22 @@ def test_the_ledger_marks_what_survives_and_says_why_a_design_cannot_decide(fold
     assert "One &lt;knows&gt; it all." in page
 
 
+def test_the_ledger_calls_a_sparse_base_by_all_of_its_weights(folder):
+    dense = _row(CLAIM.id, _pool(0.8))
+    sparse = _row("pesc.moe", _pool(0.8, base="nano-moe"))
+    assert [one.scale for row in (dense, sparse) for one in row.verdicts] == ["1 M"] * 2
+    page = pages.page("ledger", rows=[dense, sparse], places=pages.Places(folder))
+    assert page.count('<span class="scale">1 M</span>') == 2
+    assert page.count('<span class="scale">3 M</span>') == 2  # verdict and fold
+
+
+def test_what_python_says_of_a_named_tuples_field_is_left_out():
+    for first, kept in (("Alias for field number 0", []), ("Weights.", ["Weights."])):
+        lines = [first]
+        extension._without_aliases(None, "attribute", "x", None, None, lines)
+        assert lines == kept
+
+
 def test_the_smallest_effect_that_a_pool_sees_stands_beside_the_papers(folder):
     row = _row(CLAIM.id, _pool(0.8, step=4))
     (verdict,) = row.verdicts

@@ -399,9 +399,15 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     lines = zip(frame.value, frame.low, frame.high, strict=True)
     text = [_words(*line) for line in lines]
     wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")
-    order = list(dict.fromkeys(frame.arm)), list(dict.fromkeys(frame.measure))
+    # As the frame has them: pivoting sorted both.
+    arms_there = list(dict.fromkeys(frame.arm))
+    measures_there = list(dict.fromkeys(frame.measure))
     # One line of headings: pandas writes that of the first column as the name of the others.
-    wide = wide.loc[order].fillna("").rename_axis(index=None, columns="arm")
+    wide = (
+        wide.loc[arms_there, measures_there]
+        .fillna("")
+        .rename_axis(index=None, columns="arm")
+    )
     return wide.assign(seeds=frame.groupby("arm").seeds.min())
 
 

@@ -156,9 +156,8 @@ def _esft(given: Given) -> Arms:
             method = methods.esft(min(1.0, share))
         turns = targets if arm.main else 1
         yield name, method, {"turns": turns, "steps": given["steps"] + tries}
-    if given[
-        "align_steps"
-    ]:  # all parameters of the base, before there is any copy of it
+    # First all parameters of the base, before there is any copy of it.
+    if given["align_steps"]:
         own = {"steps": given["align_steps"], "beside": 0.0}
         yield "alignment", methods.full(), own
 

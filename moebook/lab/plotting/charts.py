@@ -460,9 +460,8 @@ def grid(
     if not names:
         refuse("E-DATA", "no panels to draw; expected at least one")
     down = math.ceil(len(names) / across)
-    across = math.ceil(
-        len(names) / down
-    )  # rows as full as each other: four are two by two
+    # Rows as full as each other: four panels are two by two.
+    across = math.ceil(len(names) / down)
     figure, cells = plt.subplots(
         down,
         across,

@@ -45,7 +45,6 @@ UNITS: dict[str, tuple[float, float]] = {
 """Unit to the lowest and highest value. Differences of shares are percent_points, of nats nats;
 "number" is for what has no unit (a gradient's norm, the scale of logits)."""
 
-
 DIGITS = 4  # of items and of points of curves, which are most of a run
 # A sign before 0, 0.0, ...: of what rounds to zero.
 _SIGNED_ZERO = re.compile(r"(?<![\w.])[+-](?=0(\.0+)?(?![\d.]))")

@@ -77,14 +77,14 @@ def overlap(first: ByTask, second: ByTask, top: Size) -> pd.DataFrame:
 
     Rows are tasks of the first scores, columns of the second, from other samples; ``top`` is K.
     """
+    example = next(iter(first.values()))
     for task, scores in (*first.items(), *second.items()):
-        if scores.gate.keys() != next(iter(first.values())).gate.keys():
+        if scores.gate.keys() != example.gate.keys():
             where = f"the scores of '{task}'"
             refuse("E-KEYS", f"{where} are of other layers than the first")
-        experts = next(iter(first.values())).experts
-        if scores.experts != experts:
+        if scores.experts != example.experts:
             what = f"the scores of '{task}' are of {scores.experts} experts"
-            refuse("E-SHAPE", f"{what}, those of the first of {experts}")
+            refuse("E-SHAPE", f"{what}, those of the first of {example.experts}")
         if top > scores.experts:
             refuse("E-RANGE", f"top is {top}, expected 1 to {scores.experts} (experts)")
 
@@ -150,16 +150,13 @@ def counts(selections: Mapping[tuple[str, str], Selection]) -> pd.DataFrame:
 
 
 def _whole(shares: pd.DataFrame) -> pd.DataFrame:
-    numbers = all(dtype.kind in "biuf" for dtype in shares.dtypes)
-    if (
-        shares.empty
-        or not numbers
-        or not ((shares >= 0) & (shares <= 1)).all(axis=None)
-    ):
-        refuse(
-            "E-RANGE",
-            "shares: expected `counts` over E, which are in [0, 1], one at least",
-        )
+    """Refuse what is not `counts` over E: numbers in [0, 1], one at least."""
+    numeric = all(dtype.kind in "biuf" for dtype in shares.dtypes)
+    # Texts cannot be compared with numbers.
+    inside = numeric and bool(((shares >= 0) & (shares <= 1)).all(axis=None))
+    if shares.empty or not inside:
+        expected = "expected `counts` over E, which are in [0, 1], one at least"
+        refuse("E-RANGE", f"shares: {expected}")
     return shares
 
 
