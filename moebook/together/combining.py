@@ -78,7 +78,8 @@ def as_adapters(
     With ``h = W f`` a LoRA adds ``s B A f``, an adapter ``gelu(h V) U``. Since ``gelu(z) -
     gelu(-z) = z``, ``V = [C, -C]`` and ``U = s [B', -B']`` make it linear: ``s B C' h``. C' is the
     least-squares fit of ``A f`` to h over the batches' tokens: exact where A's rows lie in W's row
-    space, else not, as h has D numbers and f has F > D.
+    space, else not, as h has D numbers and f has F > D. E-DATA where the batches hold D tokens
+    or fewer, through which any fit goes.
     """
     layers = dense_layers(anatomy(model), None, "PESC")
     check_alike(loras, ranks=True)
@@ -119,7 +120,7 @@ def as_adapters(
 
 
 def _through(
-    model: nn.Module, linears: Mapping[int, nn.Module], batches: Batches
+    model: nn.Module, linears: Mapping[int, nn.Linear], batches: Batches
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Return what goes into linear layers and comes out, ``[T, F]`` and ``[T, D]``.
 
@@ -144,6 +145,15 @@ def _through(
             model(input_ids=ids, attention_mask=mask, use_cache=False)
     if not masks:
         refuse("E-DATA", "as_adapters: no batch is given, expected one at least")
+    tokens = sum(int(mask.sum()) for mask in masks)
+    width = next(iter(linears.values())).out_features
+    # Through D points and fewer a fit goes exactly, and would explain all of whatever it is given.
+    if tokens <= width:
+        refuse(
+            "E-DATA",
+            f"as_adapters: the batches hold {tokens} real tokens, expected more than the "
+            f"host's width, {width}, to fit to",
+        )
     return {
         layer: (torch.cat(entering[layer]), torch.cat(leaving[layer]))
         for layer in linears

@@ -1,5 +1,6 @@
 """The served book: every path has an answer, and a change of its sources renews it."""
 
+import json
 import re
 import socket
 import threading
@@ -252,30 +253,40 @@ def test_sources_are_watched_and_what_builds_write_is_not(fresh):
 def test_a_changed_page_is_shown_renewed_and_a_wrong_one_is_told(
     project, warmed, monkeypatch, capfd
 ):
-    (project / "book" / "_generated").mkdir()
+    book = project / "book"
+    (book / "_generated").mkdir()
+    (book / "_static").mkdir()
+    style = book / "_static" / "own.css"
+    style.write_text("p { color: red }")
+    told = {"extra_extensions": ["moebook.lab.pages.extension"]}
+    told["config"] = {"html_static_path": ["_static"]}
+    (book / "_config.yml").write_text(json.dumps({"sphinx": told}))
     made_of = freshness.digest(project, freshness.SHOWN)
-    freshness.seal(project / "book" / "_generated", made_of)
+    freshness.seal(book / "_generated", made_of)
     rendering.render(project, place=warmed)
     monkeypatch.setattr(serving, "MOMENT", 0.1)
     stop = threading.Event()
     watching = threading.Thread(target=serving.watch, args=(project, stop))
     watching.start()
-    shown = ""
     place = project / "_build" / "html"
     time.sleep(0.5)
-    page = project / "book" / "page_1.md"
-    for text, line in (
-        ("# One\n\n{ref}`none`\n", "E-BOOK"),
-        ("# One\n\nWhat is new.\n", "renewed"),
-    ):
-        page.write_text(text)
+
+    def change(path, text, line):
+        path.write_text(text)
+        shown = ""
         limit = time.monotonic() + 120
         while line not in shown and time.monotonic() < limit:
             time.sleep(0.1)
             shown += "".join(capfd.readouterr())
         assert line in shown
-        assert "serve: book/page_1.md has changed" in shown
-        there = b"What is new." in serving.content_of(place, "page_1.html")
-        assert there == (line == "renewed")
+        assert f"serve: {path.relative_to(project)} has changed" in shown
+
+    page = book / "page_1.md"
+    change(page, "# One\n\n{ref}`none`\n", "E-BOOK")
+    assert b"What is new." not in serving.content_of(place, "page_1.html")
+    change(page, "# One\n\nWhat is new.\n", "renewed")
+    assert b"What is new." in serving.content_of(place, "page_1.html")
+    change(style, "p { color: blue }", "renewed")
+    assert b"blue" in serving.content_of(place, "_static/own.css")
     stop.set()
     watching.join()

@@ -234,6 +234,10 @@ def test_loras_that_read_what_the_ffn_puts_out_become_adapters_exactly(dense):
     loose = dense.as_adapters([*bank(dense, DENSE["pesc_bank"]).values()]).explained
     assert (loose < 0.99).all()
     assert (loose > 0).all()
+    ids = torch.arange(3, 3 + base.config.hidden_size)[None]
+    few = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    told = f"E-DATA: .* hold {ids.numel()} real tokens, expected more than"
+    refused(told, combining.as_adapters, base, [lora], [few])
 
 
 @pytest.mark.parametrize("name", ["pesc_bank", "pesc_rocket"])

@@ -7,6 +7,7 @@ so a changed sentence is shown soon.
 
 from __future__ import annotations
 
+import filecmp
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -53,6 +54,7 @@ def setup(app: Any) -> dict[str, Any]:
     autosummary.WELL_KNOWN_ABBREVIATIONS = known + ABBREVIATIONS  # type: ignore[assignment]
     app.setup_extension("sphinx.ext.autodoc")  # whose event is listened to below
     app.connect("builder-inited", _complete)
+    app.connect("env-get-outdated", _with_new_styles)
     app.connect("source-read", _insert)
     app.connect("autodoc-process-docstring", _without_aliases)
     app.connect("html-page-context", _mend, priority=900)  # after all who add scripts
@@ -71,6 +73,20 @@ def _complete(app: Any) -> None:
     """Let the book on one page write what extensions taught the book of many pages to write."""
     known = app.registry.translation_handlers
     known["singlehtml"] = known["html"] | known.get("singlehtml", {})
+
+
+def _with_new_styles(
+    app: Any, env: Any, added: set[str], changed: set[str], removed: set[str]
+) -> list[str]:
+    """Read the front page again where a style or script is new: Sphinx copies them with pages."""
+    source = Path(app.srcdir) / "_static"
+    for path in source.rglob("*"):
+        copy = Path(app.outdir) / "_static" / path.relative_to(source)
+        if path.is_file() and not (
+            copy.is_file() and filecmp.cmp(path, copy, shallow=False)
+        ):
+            return [str(app.config.root_doc)]
+    return []
 
 
 def _insert(app: Any, docname: str, source: list[str]) -> None:

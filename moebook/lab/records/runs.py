@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from moebook.errors import Refusal, located, refuse, refuse_unknown
+from moebook.errors import SYSTEM, Refusal, located, refuse, refuse_unknown
 from moebook.settings import record
 from moebook.storage import files
 from moebook.storage.documents import json_object
@@ -285,7 +285,7 @@ def _moved_notebooks() -> dict[str, str]:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Refuse what a file brings that is damaged or no run."""
+    """Refuse what a file brings that is damaged or no run; what a disk says is no damage."""
     try:
         yield
     except FileNotFoundError:
@@ -298,6 +298,8 @@ def _readable(path: Path) -> Iterator[None]:
         TypeError,
         ValueError,
     ) as error:
+        if isinstance(error, OSError) and error.errno in SYSTEM:
+            raise
         reason = " ".join(str(error).split())[:120]
         refuse(
             "E-RUN", f"{path} is damaged or no run of moebook ({reason}); run it again"

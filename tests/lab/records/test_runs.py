@@ -1,10 +1,12 @@
 """A run's file comes back to the last bit; pools tell which runs belong together; else refusals."""
 
 import csv
+import errno
 import hashlib
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -187,6 +189,17 @@ def test_a_file_that_says_anything_else_is_refused_by_name(path, edit, message):
     refused(f"E-RUN: .*0.parquet .*{message}", records.read_run, path)
     path.unlink()
     refused("E-NOFILE", records.read_run, path)
+
+
+@pytest.mark.parametrize("read", [records.read_run, records.runs.read_head])
+def test_what_a_disk_says_is_not_told_as_damage(path, read, monkeypatch):
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    monkeypatch.setattr(records.runs.pq, "read_schema", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        read(path)
 
 
 BOTH = {"left": (1.0, 2.0), "right": (0.5, 0.25)}
