@@ -24,7 +24,7 @@ from tests.refusals import refused
 from workshop import pdf, slides
 
 ROOT = Path(__file__).parents[2]
-NO_PROSE = "index genindex search py-modindex prf-prf".split()
+NO_PROSE = "index genindex search py-modindex".split()
 VALUE = {"name": "pesc/dense/accuracy", "value": 0.43, "unit": "share"}
 
 

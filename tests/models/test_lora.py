@@ -169,6 +169,7 @@ def test_peft_saves_loads_and_merges_our_layers_as_its_own(tmp_path):
     assert torch.equal(loaded.eval()(x), ours.eval()(x))
     set_peft_model_state_dict(theirs, tensors)
     assert torch.equal(theirs.eval()(x), ours(x))
-    merged = ours.merge_and_unload()
+    # In float64, where no machine's order of sums is seen.
+    merged = ours.double().merge_and_unload()
     assert not any(isinstance(part, LoraLayer) for part in merged.modules())
-    torch.testing.assert_close(merged(x), theirs(x))
+    torch.testing.assert_close(merged(x.double()), theirs.double()(x.double()))
