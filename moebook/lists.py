@@ -43,6 +43,7 @@ def seeds(name: str, text: str) -> list[int]:
     spans: list[range] = []
     for piece in text.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", piece.strip())
+        # Without a match, 1 > 0 is refused below.
         first = int(match[1]) if match else 1
         last = int(match[2] or match[1]) if match else 0
         if first > last:

@@ -136,6 +136,9 @@ def columns(
         if missing:
             have = ", ".join(map(str, table.columns)) or "none"
             _refuse_table(f"with columns {have}, expected one with '{missing[0]}'")
+        twice = table.columns[table.columns.duplicated()]
+        if len(twice):
+            _refuse_table(f"with two columns '{twice[0]}', expected one")
         if not len(table):
             _refuse_table("without rows, expected at least one")
         for name in texts.split():

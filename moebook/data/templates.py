@@ -93,7 +93,9 @@ class Source:
             options.append(clean(value, self.options, where))
         lettered = [f"{chr(ord('A') + at)}. {text}" for at, text in enumerate(options)]
         labels = [str(whole(label)) for label in _listed(self.labels, raw, where)]
-        labels = labels[: len(options)]
+        if not len(labels) == len(options) == len(set(labels)):
+            count = f"{len(options)} options have the labels {labels}"
+            refuse("E-DATA", f"{where}: {count}; expected one for each, all different")
         label = whole(raw.get(self.answer))
         right = str(label).strip()
         if right not in labels:

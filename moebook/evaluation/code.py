@@ -91,15 +91,18 @@ def tests(task: str, item: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError("field 'test_list' is no list")
         before = ""
         given = item["test_setup_code"]
-        tests = "\n".join(item["test_list"])
+        asserts = "\n".join(item["test_list"])
+        if not ast.parse(asserts).body:
+            raise ValueError("field 'test_list' has no test: any program would pass")
         solution = ast.parse(item["code"]).body
         own = [node.name for node in solution if isinstance(node, ast.FunctionDef)]
     else:
         before = given = item["prompt"]
         own = [item["entry_point"]]
-        tests = f"{item['test']}\ncheck({item['entry_point']})"
-    ast.parse(f"{given}\n{tests}")
-    return {"before": before, "given": given, "tests": tests, "own": own}
+        asserts = f"{item['test']}\ncheck({item['entry_point']})"
+    # Damaged tests are told here, not as a failure of the program.
+    ast.parse(f"{given}\n{asserts}")
+    return {"before": before, "given": given, "tests": asserts, "own": own}
 
 
 @checked

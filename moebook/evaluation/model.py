@@ -252,10 +252,10 @@ class InMemory:
         taken: list[list[int]] = [[] for _ in pairs]
         going = list(range(len(pairs)))
         for _ in range(most):
-            texts = [(pairs[row][0], taken[row]) for row in going]
-            logits = self._last_logits(texts)
-            best = _next(logits, going, drawn)
-            for row, token in zip(going, best.tolist(), strict=True):
+            read = [(pairs[row][0], taken[row]) for row in going]
+            logits = self._last_logits(read)
+            tokens = _next(logits, going, drawn)
+            for row, token in zip(going, tokens.tolist(), strict=True):
                 taken[row].append(token)
             going = [row for row in going if not self._ended(taken[row], stops)]
             if not going:

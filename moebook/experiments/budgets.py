@@ -146,10 +146,10 @@ def train(
         torch.manual_seed(setup.seed)
         model = arm.make(setup, deepcopy(setup.base), bank)
 
-    def train_until(part: float) -> History:
+    def train_until(up_to: float) -> History:
         nonlocal spent
         price = budget.price(kind, model, setup.batches(setup.encoded), arm.penalty)
-        steps, paid = budget.affordable(price, part - spent)
+        steps, paid = budget.affordable(price, up_to - spent)
         spent += paid
         return setup.fit(model, setup.encoded, lr=lr, steps=steps, penalty=arm.penalty)
 
@@ -157,6 +157,7 @@ def train(
     if arm.later:
         histories.append(train_until(amount / 2))
         model = arm.later(setup, model)
+        # Rows, schedule and optimizer begin anew (see book/together_theory.md).
     histories.append(train_until(amount))
     return Trained(model, tuple(histories), spent, combining.trained(model), bank)
 

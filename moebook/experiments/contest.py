@@ -121,6 +121,7 @@ def prepare(
             config,
             task=target,
             seed=settings["seed"],
+            own=pool.own,
         )
         cases[target] = case
 

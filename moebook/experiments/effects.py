@@ -20,9 +20,9 @@ def warn(changed: Iterable[str], idle: Iterable[tuple[str, str]]) -> None:
     candidates = list(changed)
     lines: list[str] = []
     for names, why in idle:
-        without = [name for name in names.split() if name in candidates]
-        if without:
-            lines.append(f"{', '.join(without)} ({why})")
+        idle_names = [name for name in names.split() if name in candidates]
+        if idle_names:
+            lines.append(f"{', '.join(idle_names)} ({why})")
     if lines:
         message = f"W-IDLE: changed without effect in this run: {'; '.join(lines)}"
         warnings.warn(message, stacklevel=3)

@@ -173,28 +173,39 @@ _EVERY = (
 ARMS: dict[str, Arm] = {each.name: each for each in _EVERY}
 
 
+def _balances(each: Arm, config: Config, settings: Settings) -> bool:
+    """Whether an arm has routers, and ``balance_weight`` weighs their balance loss."""
+    if each.build in (dense, matched) or config.balance == "none":
+        return False
+    # The readings bring a weight of their own.
+    return config.balance_weight == settings["balance_weight"]
+
+
 def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
     """Tell which parameters have no effect on these arms."""
     yield from effects.of_rates(settings, "lr lr_full", "rate_steps valid_rows")
     if "upcycled" not in arms:
         yield "lr_full", "the arm upcycled alone takes it"
+    if all(each.rate == "lr_full" for each in arms.values()):
+        yield "lr", "these arms take lr_full"
     if settings["mix"] == "embedded":
         hub_alone = "revisions data_folder chat"
         yield from effects.of_rows(hub_alone, settings["tasks"])
     else:
         yield "rows_per_task", "mix says which rows there are"
     hosts = set()
+    balanced = False
     for each in arms.values():
         config = each.configure(settings)
         assert isinstance(config, Config)
         hosts.add(config.host)
+        balanced |= _balances(each, config, settings)
     if not hosts & {"lora", "qlora"}:
-        yield (
-            "lora_rank lora_alpha",
-            f"no host of these arms trains by LoRA, {settings['host']}",
-        )
+        yield "lora_rank lora_alpha", f"hosts of these arms: {', '.join(sorted(hosts))}"
     if {*arms} <= {"adapters", "upcycled"}:
         yield "host", "it is frozen in these arms"
+    if not balanced:
+        yield "balance_weight", "it weighs no balance loss of these arms"
 
 
 def _needs(

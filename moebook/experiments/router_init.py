@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moebook import data, evaluation
 from moebook.analysis import routers, routing
 from moebook.data import tasks
-from moebook.errors import Refusal
+from moebook.errors import Refusal, refuse
 from moebook.experiments import arm, effects, needs, own, rates
 from moebook.experiments.arm import Arm, Complaints, Settings
 from moebook.experiments.checks import Check
@@ -153,15 +153,19 @@ def _rows_by_domain(settings: Settings) -> dict[str, int]:
         domains = {task.domain}
         if not task.shipped:  # each row of a user's file has a domain of its own
             domains = {item.domain for item in task.items(split)}
-        for domain in domains:
-            area = domain if domain in AREAS else "text"
+        for area in {_area(domain) for domain in domains}:
             rows[area] = rows.get(area, 0) + count
     return rows
 
 
+def _area(domain: str) -> str:
+    """Return the one of the `AREAS` that a row's domain belongs to: text, if it is none."""
+    return domain if domain in AREAS else "text"
+
+
 def _lacks(name: str, domains: Iterable[str], task: tasks.Task) -> Complaints:
     """Complain about domains of which a user's file has no rows."""
-    have = {item.domain for item in task.items("train")}
+    have = {_area(item.domain) for item in task.items("train")}
     for domain in domains:
         if domain not in have:
             why = f"{name} starts experts from rows whose 'domain' is {domain!r}"
@@ -292,8 +296,7 @@ def rows(settings: Settings) -> Rows:
 def merge_domains(rows: Rows) -> None:
     """Let every row belong to one of the `AREAS`: what is neither code nor mathematics is text."""
     for row in rows.train + rows.held_out:
-        if row["domain"] not in AREAS:
-            row["domain"] = "text"
+        row["domain"] = _area(row["domain"])
 
 
 @dataclass(frozen=True)
@@ -409,13 +412,21 @@ def experiment(
     """Bring together what all arms share; ``starts`` of their routers are by arm.
 
     ``load`` returns a fresh base in float32 at each call; ``bf16`` is what products are in.
+
+    Raises:
+        Refusal: E-KEYS for an upcycled arm of which ``starts`` has none: the method would draw
+            random routers (SU) in its place.
     """
-    started = {
-        name: replace(each, build=partial(build, start=starts.get(name)))
-        for name, each in arms.items()
-    }
+    planned = plan(settings)
+    with_starts: dict[str, Arm] = {}
+    for name, each in arms.items():
+        if planned[name].start and name not in starts:
+            remedy = "give what `router_init.starts` returns for these arms"
+            refuse("E-KEYS", f"no start is given for the routers of {name}; {remedy}")
+        built = partial(build, start=starts.get(name))
+        with_starts[name] = replace(each, build=built)
     test = asking(settings, tokenizer, list(_listed(settings)))
-    return of_rows(settings, started, rows, load, tokenizer, test, bf16=bf16)
+    return of_rows(settings, with_starts, rows, load, tokenizer, test, bf16=bf16)
 
 
 @dataclass(frozen=True)

@@ -442,23 +442,23 @@ def record(
 
 
 def solved(tables: Tables) -> pd.DataFrame:
-    """Return accuracy by arm and task, and its average where an arm ran on every task."""
+    """Return accuracy on its test by arm and target task.
+
+    Several targets may share a test, and a test may be a group of benchmarks.
+    """
     every = pd.concat(tables.right, names=["arm"])
-    return every.pivot_table("correct", "arm", "task", sort=False)
+    return every.pivot_table("correct", "arm", "tuned", sort=False)
 
 
 def record_lead(
     run: Recorder, experiment: Specialists, counts: pd.DataFrame, solved: pd.DataFrame
 ) -> None:
     """Keep ESFT-Gate's lead over LoRA on tasks that take few experts, and on the others."""
-    tested = experiment.pool.tested
-    if not {"gate", "lora"} <= set(experiment.arms) or len(tested) < 2:
+    several = len(experiment.pool.tested) > 1
+    if not several or not {"gate", "lora"} <= set(experiment.arms):
         return
     fewest = counts.loc["gate"].sum(axis=1).sort_values(kind="stable").index
-    lead = [
-        100 * (solved[tested[task]]["gate"] - solved[tested[task]]["lora"])
-        for task in fewest
-    ]
+    lead = [100 * (solved[task]["gate"] - solved[task]["lora"]) for task in fewest]
     for name, part in zip(("fewer", "more"), np.array_split(lead, 2), strict=True):
         place = f"esft/lead/{name}_experts/accuracy"
         run.record(place, part.mean(), "percent_points")

@@ -419,7 +419,8 @@ def best_on_test_rows(
     answers: pd.DataFrame, clean: Mapping[str, Mapping[str, Lora]], pool: Pool
 ) -> dict[str, str]:
     """Name by target the LoRA with the best test accuracy, ties by likelihood."""
-    means = answers.groupby(["lora", "task"], sort=False)[["correct", "nll"]].mean()
+    # A target's test may be a group of benchmarks, whose members are the tasks.
+    means = answers.groupby(["lora", "asked"], sort=False)[["correct", "nll"]].mean()
     table = means.unstack()
     worth = table.correct - 1e-6 * table.nll.fillna(0)
     return {
@@ -443,13 +444,13 @@ def tables(
     for (target, name), result in results.items():
         by_arm.setdefault(name, {})[target] = result.answers
     answers = {name: rocket.measure.repeated(part) for name, part in by_arm.items()}
-    parts = dict(list(untuned.groupby(["lora", "task"])))
+    parts = dict(list(untuned.groupby(["lora", "asked"])))
     answers["base"] = {
-        target: parts["base", task] for target, task in pool.tested.items()
+        target: parts["base", test] for target, test in pool.tested.items()
     }
     answers["source_best"] = {
-        target: parts[targets.best[target], task]
-        for target, task in pool.tested.items()
+        target: parts[targets.best[target], test]
+        for target, test in pool.tested.items()
     }
     if "expert_lora" in targets.arms:
         by_target: dict[str, pd.DataFrame] = {}

@@ -149,18 +149,13 @@ def _needs(
     yield from rates.needs(settings, arms, every, at_least_one=True)
     yield from complaint("", lists.listed, "again", settings["again"], every)
     yield from needs.named({"tasks": settings["tasks"]})
-    for parameter in ("tasks", "new"):
-        for name in settings[parameter].split(","):
-            if not tasks.known(name):
-                choices = nearest(name, tasks.KNOWN)
-                wanted = "expected an embedded task, or your file (*.jsonl)"
-                yield f"{parameter} names {name!r}: {wanted}: {choices}"
+    names = settings["tasks"].split(",")
+    for name in names:
+        yield from _known("tasks", name)
     split = needs.training_split(settings)
     listed = {"tasks": settings["tasks"]}
     yield from needs.files(listed, split, "validation", settings["test_split"])
-    yield from needs.files({"new": settings["new"]}, "train", "test")
     yield from _new(settings)
-    names = settings["tasks"].split(",")
     if len(needs.available(settings, names)) < len(names):
         return  # an arm's needs are about tasks that can be read
     again = [name for name in settings["again"].split(",") if name in every]
@@ -168,12 +163,28 @@ def _needs(
         yield from _needs_of(name, every[name], settings)
 
 
+def _known(parameter: str, name: str) -> Complaints:
+    """Complain about a name that is neither an embedded task's nor a file's."""
+    if not tasks.known(name):
+        wanted = "expected an embedded task, or your file (*.jsonl)"
+        yield f"{parameter} names {name!r}: {wanted}: {nearest(name, tasks.KNOWN)}"
+
+
 def _new(settings: Settings) -> Complaints:
-    """Complain about a new task that is none, or has fewer rows than it shall have shots."""
+    """Complain about a new task that is none, or several, or has fewer rows than shots."""
     name = settings["new"]
-    if name in settings["tasks"].split(","):
-        yield f"new = {name!r}: tasks trains on it, so it is not new; name another"
+    if "," in name:
+        yield f"new = {name!r}: one task comes afterwards; name one, without commas"
+        return
+    yield from _known("new", name)
+    yield from needs.files({"new": name}, "train", "test")
     if name in needs.available(settings, [name]):
+        trained = needs.available(settings, settings["tasks"].split(","))
+        # A file has several paths, and values are kept under its task's name.
+        label = tasks.label(name)
+        if label in map(tasks.label, trained):
+            why = f"tasks trains on {label}, so it is not new"
+            yield f"new = {name!r}: {why}; name another"
         rows = tasks.find(name).available("train")
         if settings["new_shots"] > rows:
             shots = f"new_shots = {settings['new_shots']}"
@@ -224,7 +235,8 @@ def _experts(name: str, arm: Arm, settings: Settings) -> tuple[int, str]:
         return settings["experts"], "experts"
     if name == "pesc_bank":
         return len(settings["tasks"].split(",")), "one a task"
-    return settings["top_k"], "top_k"  # no other has any of its own
+    # The others' top_k is fixed (see OF_TWO), or they have none.
+    return settings["top_k"], "top_k"
 
 
 check = Check(known, _needs, idle)

@@ -13,8 +13,8 @@ from torch import Tensor
 from moebook.errors import refuse, refuse_unknown
 from moebook.kernels.dispatch import natural, shapes
 
-# What a sum of similarities is masked by before sums are compared. All bits but the
-# sign's make a negative sum a huge one, so that negative ones come last.
+# What a sum of similarities is masked by before sums are compared. The lower 62 bits
+# make a negative sum a huge one, so that negative ones come last.
 MASKS = {"ordered": -1, "inverse": 2**62 - 1}
 MOST = 10**6  # groups that are listed
 BITS = 60  # of a sum of similarities in whole steps: int64 cannot overflow

@@ -36,12 +36,15 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Return ``left [N, K] @ right [K, M]``, to be called where no gradient is recorded.
 
     ``out [N, M]`` is where to write it, new memory by default; it shares none with the factors.
-    oneDNN writes to memory of its own, which is copied from the cache in pieces of a few rows.
+    oneDNN writes to memory of its own, which is copied in pieces that the cache holds.
     """
     rows, inner = left.shape
     columns = right.shape[1]
     compiled = is_compiled(left.dtype, left.device, rows * inner * columns)
     if left.dtype != torch.float32 or not compiled:
+        if out is None:
+            out = left.new_empty(rows, columns)
+        # With ``out`` autocast leaves the factors' dtype alone, in a backward pass, too.
         return torch.mm(left, right, out=out)
     if out is None:
         return _by_onednn(left, right)

@@ -17,8 +17,9 @@ WRONG = "NaN, infinity or numbers too large to be squared"
 
 # Rows of a pool on a CPU that are compared at once: they stay in the cache.
 ROWS = 4096
-# More than a cosine is off with factors and result in bfloat16 (3 * 2^-9).
-SLACK = 2.0**-7
+# More than a cosine is off with factors and result in bfloat16, whose 8 bits put each
+# off by up to 2^-8 of itself: 3 * 2^-8.
+SLACK = 2.0**-6
 # Fewest shots for which a product in bfloat16 saves more than rounding the rows costs.
 SIEVED = 32
 # So many times C rows are held before those that fell behind go.
@@ -120,7 +121,10 @@ def _cached(blocks: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _floored(held: list[Largest], count: int) -> tuple[list[Largest], float]:
-    """Return what is held, cut where it is much, and the key that a later row must exceed."""
+    """Return what is held and the key that a later row must exceed.
+
+    What is held is cut to the C largest where it is more than `HELD` times as many.
+    """
     keys = torch.cat([part.key for part in held])
     if len(keys) < count:
         return held, -torch.inf

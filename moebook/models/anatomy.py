@@ -244,6 +244,9 @@ def _layer(index: int, block: nn.Module, hidden: int) -> Layer:
             shared = _first(
                 mlp, "shared", "shared_experts", "shared_expert", "shared_mlp"
             )
+            if shared is None:
+                # Granite's stands beside the mixture in the block.
+                shared = _first(block, "shared_mlp")
             return Layer(
                 index,
                 block,

@@ -36,7 +36,7 @@ MANIFEST = "MANIFEST.json"
 DIGEST = "MANIFEST.sha256"
 TENSORS = "trained.safetensors"
 _REPAIR = "restore the folder, or delete it where it can be made again"
-_WRAPPING = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
+_WRAPPING = re.compile(r"^base_model\.model\.|\.(base_layer|original_module)(?=\.)")
 _ADDED = re.compile(r"\.(lora_\w+|modules_to_save)\.")
 
 
@@ -66,6 +66,21 @@ def origin(model: nn.Module, kind: type[Kind]) -> Kind:
     return origin_or_none(model, kind) or refuse("E-MODEL", missing)
 
 
+def origins(model: nn.Module) -> dict[str, Any]:
+    """What all methods made a model from, as JSON, by the methods' names; seldom more than two."""
+    found: dict[str, Any] = {}
+    for module in model.modules():
+        for made_from in vars(module).values():
+            if isinstance(made_from, Origin):
+                found[made_from.method] = _told(made_from)
+    return found
+
+
+def _told(source: Origin) -> Any:
+    """Return an origin as JSON."""
+    return TypeAdapter(type(source)).dump_python(source, mode="json")
+
+
 @checked
 def place(folder: Place) -> Path:
     """Return a folder's path, or refuse a name that no file system holds."""
@@ -82,7 +97,7 @@ def save(
 
     The manifest's ``dtypes`` are those of the tensors.
     """
-    facts = TypeAdapter(type(source)).dump_python(source, mode="json")
+    facts = _told(source)
     facts["dtypes"] = sorted({str(tensor.dtype) for tensor in tensors.values()})
     content = {TENSORS: packed(tensors), **(files or {})}
     target = place(folder)

@@ -13,7 +13,7 @@ from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.tuners_utils import cast_adapter_dtype
 from torch import Tensor, nn
 
-from moebook.errors import refuse
+from moebook.errors import refuse, told
 from moebook.models import checkpoint
 from moebook.nn import Dropout
 from moebook.nn.lora import lora_step
@@ -53,7 +53,10 @@ def write_folder(
         settings[name] = sorted(value) if isinstance(value, set) else value
     text = json.dumps(settings, indent=1, sort_keys=True).encode()
     files = {TENSORS: checkpoint.packed(tensors), SETTINGS: text}
-    return checkpoint.write(folder, files, **facts)
+    try:
+        return checkpoint.write(folder, files, **facts)
+    except OSError as error:
+        raise told(error, f"{folder} is not saved") from None
 
 
 def check_rank(model: nn.Module, config: LoraConfig) -> None:

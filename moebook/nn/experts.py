@@ -11,11 +11,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moebook.errors import refuse, shown
 from moebook.kernels import Bank, Routing, adapters, experts, grouped, split_experts
 from moebook.kernels.dispatch import Floating, shapes
 from moebook.nn.dropout import dropout
+from moebook.nn.passes import evaluating
 from moebook.nn.routing import Router
 from moebook.settings import Share, Size, checked
 
@@ -29,12 +31,7 @@ class Experts(nn.Module):
     @checked
     def __init__(self, mlp: nn.Module, experts: Size) -> None:
         super().__init__()
-        for projection in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            if projection.bias is not None:
-                refuse(
-                    "E-MODEL",
-                    f"{type(mlp).__name__} has biases: full experts hold none",
-                )
+        _check_gated(mlp)
         gate = mlp.gate_proj.weight.detach()  # [F, D]
         up = mlp.up_proj.weight.detach()  # [F, D]
         down = mlp.down_proj.weight.detach()  # [D, F]
@@ -48,6 +45,34 @@ class Experts(nn.Module):
         """Return ``sum_k w_k E_k(x)`` (Eq. 2) for ``x [T, D]``."""
         bank = Bank(self.gate_up_proj, self.down_proj)
         return experts(x, routing, bank, self.act_fn)
+
+
+@torch.no_grad()
+def _check_gated(mlp: nn.Module) -> None:
+    """Refuse an MLP of which more is to copy than three weights and an activation (E-MODEL).
+
+    Biases, a norm inside, factors, LoRA on it: experts would compute something else.
+    """
+    name = type(mlp).__name__
+    for projection in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        if projection.bias is not None:
+            refuse("E-MODEL", f"{name} has biases: full experts hold none")
+    if not callable(getattr(mlp, "act_fn", None)):
+        refuse("E-MODEL", f"{name} has no act_fn: full experts need it")
+    gate = mlp.gate_proj.weight  # [F, D]
+    if gate.is_meta:
+        return
+    drawn = torch.randn(8, gate.shape[1], generator=torch.Generator().manual_seed(0))
+    x = drawn.to(gate)  # [8, D]
+    with evaluating(mlp):
+        whole = mlp(x[None])[0]  # [8, D], from the [1, 8, D] that an MLP reads
+        up = F.linear(x, mlp.up_proj.weight)
+        hidden = mlp.act_fn(F.linear(x, gate)) * up
+        copied = F.linear(hidden, mlp.down_proj.weight)
+    missed = (whole - copied).float().norm() / whole.float().norm()
+    if missed > (1e-3 if gate.dtype == torch.float32 else 0.05):
+        more = "computes more than down_proj(act_fn(gate_proj(x)) * up_proj(x))"
+        refuse("E-MODEL", f"{name} {more}, which is all that full experts hold")
 
 
 class ExpertMoE(nn.Module):
@@ -214,13 +239,20 @@ class AdapterMoE(nn.Module):
         self.router = router
         self.adapters = adapters
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``h + scale * sum_k w_k adapter_k(h)`` with ``h = shared(x)``; ``x [B, T, D]``."""
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return ``h + scale * sum_k w_k adapter_k(h)`` with ``h = shared(x)``; ``x [B, T, D]``.
+
+        What ``shared`` puts out beside h follows in a tuple.
+        """
         routing = self.router(x)  # Eq. 9
         # E(x) of Eq. 7: all experts share it, so it is computed once.
         h = self.shared(x)
         # Eq. 7 with Eq. 8 put in; h stands outside the sum where gates sum to 1.
-        return self.adapters(h.flatten(0, -2), routing).view_as(h)
+        if isinstance(h, Tensor):
+            return self.adapters(h.flatten(0, -2), routing).view_as(h)
+        # The MoE blocks of GPT-OSS and Llama 4 put out their router's scores, too.
+        h, *scores = h
+        return self.adapters(h.flatten(0, -2), routing).view_as(h), *scores
 
 
 def _check_pair(

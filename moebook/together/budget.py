@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
+import scipy.linalg
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Price = Callable[[int], float]  # of a step, by its number
 MOST = 10_000_000  # steps of a training
 PROBED = 6  # batches on which a step's FLOPs are measured
+LOOKED_AT = 200  # steps from which they are chosen
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -88,10 +90,27 @@ def price(
         # B T, B T^2 and B P, with P the places whose logits are needed.
         return np.array([rows * length, rows * length**2, rows * kept], dtype=float)
 
+    # The steps among whose sizes the factors are told apart best.
+    several = max(PROBED, min(batches.per_epoch, LOOKED_AT))
+    every = np.stack([sizes(step) for step in range(several)])  # [S, 3]
+    probes = _apart(every)
     # FLOPs = sizes @ factors, [PROBED, 3] @ [3], by least squares.
-    flops = [measured(model, [batches[step]], penalty) for step in range(PROBED)]
-    factors, *_ = np.linalg.lstsq(np.stack([*map(sizes, range(PROBED))]), flops)
+    flops = [measured(model, [batches[step]], penalty) for step in probes]
+    factors, *_ = np.linalg.lstsq(every[probes], flops)
     return lambda step: float(sizes(step) @ factors)
+
+
+def _apart(sizes: NDArray[np.float64]) -> list[int]:
+    """Choose `PROBED` rows of ``sizes [S, 3]``, first those that are least like one another.
+
+    A QR decomposition's pivots are the row that is longest, then each time the one of which most
+    is left beside those before it.
+    """
+    relative = sizes / sizes.max(axis=0)
+    _, order = scipy.linalg.qr(relative.T, mode="r", pivoting=True)  # [S]
+    pivots = order[: sizes.shape[1]].tolist()
+    others = [step for step in range(len(sizes)) if step not in pivots]
+    return pivots + others[: PROBED - len(pivots)]
 
 
 def measured(

@@ -166,7 +166,7 @@ class Store:
         check_marks(self.marks - {*steps}, newest, total)
         for mark in sorted(self.marks):
             if mark < newest:
-                if mark:
+                if mark:  # at 0 the model is as it was handed in
                     self.restore(model, optimizer, schedule, mark)
                 measure(mark, history)
         if not newest:
@@ -300,18 +300,21 @@ def store_of(
     if output is None and RESUME not in os.environ:
         return None
     settings = json.loads(json.dumps(asdict(recipe)))
-    # By settings, rows and weights one training is told from another. The steps in all
-    # stand for both ways to ask for them.
+    # By settings, rows, weights and what the methods made of the base, as with one expert a token
+    # or two, one training is told from another; a penalty is a function, of which nothing can be
+    # told. The steps in all stand for both ways to ask for them.
     run = {
         **settings,
         "steps": total,
         "epochs": None,
         "data": batches.digest(),
         "model": fingerprint(model),
+        "methods": checkpoint.origins(model),
     }
     if output is None:
-        name = run if shards else {**run, "processes": processes()[1]}
-        folder = place(model, name)
+        # Shards are put together again by any number of processes.
+        identity = run if shards else {**run, "processes": processes()[1]}
+        folder = place(model, identity)
     else:
         folder = Path(output)
     (folder,) = broadcast_object_list([folder])  # others may be on another machine

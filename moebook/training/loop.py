@@ -24,7 +24,7 @@ from moebook import runtime
 from moebook.errors import refuse, shown
 from moebook.models.anatomy import longest
 from moebook.models.conventions import check
-from moebook.nn import plain
+from moebook.nn import evaluating, plain
 from moebook.nn.batch import vocabulary
 from moebook.settings import Count, Place, checked
 from moebook.training import checkpoints, processes
@@ -78,7 +78,8 @@ def fit(
     steps done, from 0, and what to call with the model then; it must leave the parameters alone.
 
     A folder ``output`` keeps checkpoints: every so many steps, every five minutes or more, at
-    milestones and at the end. Training goes on from the newest of the same run. A notebook under
+    milestones and at the end. Training goes on from the newest of the same run, which is one of
+    the same recipe, rows and model; a penalty is not compared. A notebook under
     `moebook run` has such a folder unasked (`training.checkpoints`). ``recipe`` holds fields of
     `Recipe`. A loss or gradient that is not finite is refused before it moves a parameter.
 
@@ -288,13 +289,13 @@ def _measure(
     step: int,
     history: History,
 ) -> None:
-    """Call what belongs to a milestone with the whole model."""
+    """Call what belongs to a milestone with the whole model, without dropout."""
     for (steps, measure), measured in zip(milestones, history.milestones, strict=True):
         if step not in steps:
             continue
         processes.gather(model, trained)
-        with torch.random.fork_rng():
-            # Whether the steps before it were done just now or not.
+        # Whether the steps before it were done just now, in training mode, or not.
+        with torch.random.fork_rng(), evaluating(model):
             torch.manual_seed(step)
             measured[step] = measure(model)
         processes.release(model, trained)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import socket
 import threading
 import time
@@ -231,6 +232,7 @@ def test_sources_are_watched_and_what_builds_write_is_not(fresh):
         "book/notebooks/01_toy.ipynb",
         "book/.a.md.swp",
         "book/a.md~",
+        "book/.ipynb_checkpoints/a-checkpoint.ipynb",
         "runs/a",
         "README.md",
     ):
@@ -248,6 +250,42 @@ def test_sources_are_watched_and_what_builds_write_is_not(fresh):
         before = serving.stamps(fresh)
     (fresh / "book" / "a.md").unlink()
     assert before.keys() - serving.stamps(fresh).keys() == {"book/a.md"}
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_is_passed_over(fresh):
+    place = fresh / "results" / "toy"
+    ended = threading.Event()
+
+    def come_and_go():
+        while not ended.is_set():
+            (place / "nano").mkdir(parents=True)
+            shutil.rmtree(place)
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(100):
+            serving.stamps(fresh)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_file_that_comes_and_goes_is_no_change(fresh, monkeypatch, capsys):
+    here = serving.stamps(fresh)
+    there = here | {"book/4913": (1, 1)}
+    # Before the watch, in its first look, a moment later, settled, and from then on.
+    seen = iter([here, there, here, here])
+    monkeypatch.setattr(serving, "MOMENT", 0.001)
+    monkeypatch.setattr(serving, "stamps", lambda folder: next(seen, here))
+    stop = threading.Event()
+    watching = threading.Thread(target=serving.watch, args=(fresh, stop))
+    watching.start()
+    time.sleep(0.1)
+    assert watching.is_alive()
+    stop.set()
+    watching.join()
+    assert capsys.readouterr().out == ""
 
 
 def test_a_changed_page_is_shown_renewed_and_a_wrong_one_is_told(

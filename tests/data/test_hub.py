@@ -335,6 +335,13 @@ def test_bad_lines_are_refused_with_file_and_line(
             {"choices": ["x"]},
             "field 'choices.text' is missing, expected a list",
         ),
+        (
+            "arc_easy",
+            {"choices": {"text": ["a", "b", "c"], "label": ["B", "C"]}},
+            "3 options have the labels .*'B', 'C'.; expected one for each, all different",
+        ),
+        ("arc_easy", {"choices": CHOICES | {"label": ["A", "A"]}}, "2 options have"),
+        ("arc_easy", {"choices": CHOICES | {"label": [*"ABC"]}}, "2 options have"),
         ("piqa", {"label": -1}, "answer -1 is none of .*unlabelled splits"),
         (
             "slimorca",

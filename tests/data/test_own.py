@@ -73,6 +73,29 @@ def test_rows_that_name_their_splits_stay_there(tmp_path):
     refused(f"E-DATA: .*{words}", task.rows, "validation", 1)
 
 
+@pytest.mark.parametrize(
+    ("split", "rows"),
+    [
+        ("fresh", numbered(1, split="train")),
+        ("fresh", numbered(4, split="test")),
+        ("rest", numbered(4, split="test")),
+    ],
+)
+def test_what_a_refusal_of_an_empty_part_of_train_says_is_enough(tmp_path, split, rows):
+    task = Task.from_jsonl(put(tmp_path, *rows))
+    words = f"E-DATA: .*no row is of split '{split}'; give two or more rows .split.: "
+    refused(f'{words}"train"', task.rows, split, 1)
+    more = [ROW | {"prompt": f"new {n}", "split": "train"} for n in range(2)]
+    assert len(Task.from_jsonl(put(tmp_path, *more)).rows(split, 1)) == 1
+
+
+def test_a_file_without_splits_lacks_prompts_or_rows_of_train(tmp_path):
+    task = Task.from_jsonl(put(tmp_path, *numbered(1)))
+    words = "give 5 prompts or more, or two or more rows .split.: .train."
+    refused(f"E-DATA: .*{words}", task.rows, "fresh", 1)
+    assert Task.from_jsonl(put(tmp_path, *numbered(5))).rows("fresh", 1)
+
+
 def test_answers_of_several_lines_are_compared_whole_and_lengths_hold_the_longest(
     tmp_path,
 ):

@@ -269,6 +269,21 @@ def test_damaged_items_are_refused_in_one_line(change, words, tmp_path):
     refused(words, evaluation.load, ["humaneval"], tmp_path)
 
 
+@pytest.mark.parametrize("asserts", [[], [""], ["# assert one() == 1"]])
+def test_an_item_without_a_test_that_any_program_would_pass_is_no_item(asserts):
+    with pytest.raises(ValueError, match="'test_list' has no test"):
+        code.tests("mbpp", PROGRAM | {"test_list": asserts})
+
+
+@boxed
+def test_a_set_with_such_an_item_is_refused_in_one_line(tmp_path):
+    put(tmp_path, ROW)
+    damaged = PROGRAM | {"test_list": []}
+    (tmp_path / f"{MBPP}/test.jsonl").write_text(json.dumps(damaged) + "\n")
+    words = "E-DATA: .*item 1 of .*test.jsonl.* is not as on the hub .*has no test"
+    refused(words, evaluation.load, ["mbpp"], tmp_path)
+
+
 def test_what_only_programs_have_is_refused_elsewhere(tiny, byte_tokenizer):
     words = "E-USAGE: only humaneval and mbpp sample programs"
     refused(words, evaluation.evaluate, tiny(), byte_tokenizer, "gcd", keep="kept")

@@ -14,6 +14,16 @@ IDLE = [
     ("pesc", {"arms": "dense"}, "chat", {"chat": True}),
     ("pesc", {"arms": "sparse", "host": "frozen"}, "lora_rank", {"lora_rank": 3}),
     ("pesc", {"arms": "adapters,upcycled"}, "host", {"host": "full"}),
+    ("pesc", {"arms": "upcycled", "rates": ""}, "lr", {"lr": 0.1}),
+    *(
+        ("pesc", {"arms": arms}, "balance_weight", {"balance_weight": 0.1})
+        for arms in (
+            "dense",
+            "dense,wide",
+            "unbalanced",
+            "paper,released",
+        )
+    ),
     ("router_init", {"arms": "su"}, "second", {"second": "nano"}),
     ("router_init", {"arms": "dense"}, "top_k", {"top_k": 2}),
     ("router_init", {"arms": "su,trsu"}, "quarter_rows", {"quarter_rows": 2}),
@@ -48,6 +58,11 @@ IDLE = [
 WORKS = [
     ("pesc", {"arms": "upcycled", "rates": ""}, "lr_full", {"lr_full": 0.1}),
     ("pesc", {"arms": "sparse"}, "lora_rank", {"lora_rank": 3}),
+    ("pesc", {"arms": "sparse,upcycled", "rates": ""}, "lr (", {"lr": 0.1}),
+    *(
+        ("pesc", {"arms": arms}, "balance_weight", {"balance_weight": 0.1})
+        for arms in ("sparse", "dense,experts4", "adapters", "upcycled,unbalanced")
+    ),
     ("router_init", {"arms": "su,crsu"}, "quarter_rows", {"quarter_rows": 2}),
     ("router_init", {"arms": "su", "rates": ""}, "valid_rows", {"valid_rows": 9}),
     ("rocket", {"arms": "perplexity"}, "tuned", {"tuned": 3}),
@@ -80,6 +95,19 @@ def test_a_changed_parameter_that_does_nothing_is_told(
 @pytest.mark.parametrize(("name", "settings", "parameter", "changed"), WORKS)
 def test_where_it_does_something_nothing_is_told(name, settings, parameter, changed):
     assert parameter not in told(name, settings, changed)
+
+
+@pytest.mark.parametrize(
+    ("arms", "host", "hosts"),
+    [
+        ("adapters", "lora", "frozen"),
+        ("sparse", "frozen", "frozen"),
+        ("sparse,adapters", "full", "frozen, full"),
+    ],
+)
+def test_a_width_of_lora_without_effect_names_the_hosts_of_the_arms(arms, host, hosts):
+    line = told("pesc", {"arms": arms, "host": host}, {"lora_rank": 3})
+    assert line.endswith(f": lora_rank (hosts of these arms: {hosts})")
 
 
 def test_what_nobody_changed_is_not_told_and_all_stands_in_one_warning():

@@ -216,7 +216,18 @@ CANNOT = [
     ),
     ("banks", "encoder = '/nonexistent'", {"encoder": "/nonexistent"}),
     ("together", "tasks names 'gdc'", {"tasks": "gdc,isa"}),
-    ("together", "new = 'gcd': tasks trains on it", {"new": "gcd"}),
+    ("together", "new = 'gcd': tasks trains on gcd", {"new": "gcd"}),
+    (
+        "together",
+        "new = 'kinship_told,isa': one task comes afterwards",
+        {"new": "kinship_told,isa"},
+    ),
+    (
+        "together",
+        "new = 'a.jsonl,b.jsonl': one task comes afterwards",
+        {"new": "a.jsonl,b.jsonl"},
+    ),
+    ("together", "new names '': expected an embedded task", {"new": ""}),
     (
         "together",
         "new_shots = 252: copyleft has 251 training rows",

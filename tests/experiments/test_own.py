@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from moebook import data, experiments, models
@@ -89,6 +91,20 @@ def test_two_files_whose_tasks_have_one_name_are_told_apart_by_you(
     changes = {TESTED[name]: f"{file},{other}", **FEW.get(name, {})}
     words = "E-RANGE: .*more/sums.jsonl': its task is called own_sums, as that of"
     refused(words, experiments.check, name, given(name, **changes))
+
+
+@pytest.mark.parametrize("path", ["mine.jsonl", "./mine.jsonl", "d/mine.jsonl"])
+def test_a_new_task_is_not_new_by_another_path_or_in_another_folder(
+    path, file, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d").mkdir()
+    for place in ("mine.jsonl", "d/mine.jsonl", "d/sums.jsonl"):
+        (tmp_path / place).write_text(file.read_text())
+    some = {"tasks": "mine.jsonl,gcd", **FEW["together"]}
+    experiments.check("together", given("together", **some, new="d/sums.jsonl"))
+    words = f"E-RANGE: new = '{path}': tasks trains on own_mine, so it is not new"
+    refused(words, experiments.check, "together", given("together", **some, new=path))
 
 
 def test_a_target_of_your_own_has_shots_and_is_tested_by_itself(file):
@@ -187,3 +203,21 @@ def test_a_lora_of_a_targets_whole_set_is_of_the_kind_of_a_strangers_bank(tmp_pa
     again = given("rivals", **{"bank_folder": settings["bank_folder"], "members": ""})
     (lora,) = experiments.contest.whole(again, model, tokenizer, pool).values()
     assert lora.rank == 4
+
+
+def test_the_bank_is_scored_on_shots_of_your_own_file_by_its_task(file, monkeypatch):
+    class Reached(Exception):
+        pass
+
+    def score_bank(*_, task, own=(), **__):
+        raise Reached(task, own)
+
+    settings = given("rivals", targets=str(file), arms="random", shots=3)
+    pool = experiments.targets.rows(settings)
+    monkeypatch.setattr(rocket.case, "score_bank", score_bank)
+    monkeypatch.setattr(rocket.bank, "guarded", lambda bank, *_, **__: bank)
+    encoder = SimpleNamespace(blocks=lambda rows: [np.zeros((len(rows), 2))])
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    with pytest.raises(Reached) as reached:
+        experiments.contest.prepare(settings, None, tokenizer, {}, pool, encoder)
+    assert reached.value.args == ("own_sums", {"own_sums": tasks.find(str(file))})

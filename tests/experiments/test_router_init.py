@@ -1,5 +1,6 @@
 """Router initialisation's arms: what they need, what they are, and what is looked at on the way."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,6 +96,57 @@ def test_parameters_with_which_an_arm_cannot_run_are_refused_before_any_work(
 )
 def test_an_arm_that_does_without_a_domain_runs_without_it(changes):
     experiments.check("router_init", given(**changes))
+
+
+def written(path, domains):
+    """Write a row for each domain, none of which is in the row where it is empty."""
+    lines = []
+    for number, domain in enumerate(domains):
+        row = {"prompt": f"{number} + 1 =", "answer": str(number + 1)}
+        lines.append(json.dumps(row | ({"domain": domain} if domain else {})) + "\n")
+    path.write_text("".join(lines))
+    return str(path)
+
+
+@pytest.mark.parametrize("third", ["", "law", "text"])
+def test_rows_of_a_file_that_are_neither_code_nor_mathematics_are_text(tmp_path, third):
+    mix = written(tmp_path / "mix.jsonl", ["code", "mathematics", third] * 20)
+    experiments.check("router_init", given(arms="trsu3", mix=mix))
+    mix = written(tmp_path / "code.jsonl", ["code", third] * 20)
+    words = "E-RANGE: .*trsu3 starts experts from rows whose 'domain' is 'mathematics'"
+    refused(words, experiments.check, "router_init", given(arms="trsu3", mix=mix))
+    mix = written(tmp_path / "two.jsonl", ["code", "mathematics"] * 20)
+    words = "E-RANGE: .*trsu3 starts experts from rows whose 'domain' is 'text'"
+    refused(words, experiments.check, "router_init", given(arms="trsu3", mix=mix))
+
+
+@pytest.mark.parametrize(
+    "domains", [["law", "bio", "art"] * 5, ["law"] * 15, ["", "text", "law"] * 5]
+)
+def test_a_files_rows_count_once_in_each_area(tmp_path, domains):
+    # Of fifteen prompts three are tested on, three validated on, nine trained on.
+    path = written(tmp_path / "own.jsonl", domains)
+    changes = {**EMPTY, "tasks_text": path, "arms": "dense", "hardest_rows": 100}
+    experiments.check("router_init", given(hardest_share=1 / 9, **changes))
+    words = "E-RANGE: hardest_share = 0.1: it is less than one of the 9 rows of text"
+    refused(
+        words, experiments.check, "router_init", given(hardest_share=0.1, **changes)
+    )
+
+
+@pytest.mark.parametrize("lacking", ["su", "crsu"])
+def test_an_upcycled_arm_without_a_start_is_refused(lacking):
+    settings = given(arms="dense,su,crsu")
+    arms = ROUTER_INIT.check(settings)
+    starts = {name: None for name in ("su", "crsu") if name != lacking}
+    words = f"E-KEYS: no start is given for the routers of {lacking}; give what"
+    refused(
+        words,
+        ROUTER_INIT.experiment,
+        *(settings, arms, starts, ROUTER_INIT.rows(settings)),
+        *(lambda: None, models.load("nano")[1]),
+        bf16=False,
+    )
 
 
 @pytest.mark.parametrize("protocol", NOTEBOOK.protocols)

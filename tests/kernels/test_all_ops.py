@@ -409,6 +409,22 @@ def test_autocast_changes_nothing_inside_an_op(op, impl):
     assert all(map(torch.equal, run(False), run(True)))
 
 
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("op", ["experts", "split_experts", "adapters", "lora_mixture"])
+def test_a_backward_pass_inside_autocast_is_that_outside(op):
+    def run(low):
+        of = {name: t.requires_grad_() for name, t in draw(op, SIZES).items()}
+        given = of | (
+            {"slots": torch.tensor([-1, 0, -1])} if op.startswith("s") else {}
+        )
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            loss = call(op, given, "torch").square().sum()
+            return torch.autograd.grad(loss, list(of.values()), allow_unused=True)
+
+    for outside, inside in zip(run(False), run(True), strict=True):
+        assert outside is inside is None or torch.equal(outside, inside)
+
+
 TABLE = {"torch": len, "reference": sum, "triton": "known.run"}
 
 

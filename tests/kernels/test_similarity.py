@@ -96,6 +96,25 @@ def test_sieved_blocks_lose_no_row_and_are_as_near_to_float64_as_the_reference()
 
 
 @impls
+@pytest.mark.parametrize("place", [4096, 8500])
+@pytest.mark.parametrize("significand", [1, 1.25, 192 / 128, 193 / 128, 200 / 128])
+def test_a_row_whose_factors_and_product_bfloat16_rounds_down_is_found(
+    significand, place, impl
+):
+    # Numbers lie just below the middle of two in bfloat16, the shots' by 2^-8 of themselves.
+    # From 192 / 128 on so does 127 / 128 of the significand, which is their product.
+    below = 2.0**-8 - 2.0**-12
+    powers = torch.tensor([2.0**-2] * 15 + [2.0**-3] * 3 + [2.0**-4] * 2)
+    rest = torch.tensor([0.0231])  # with which a shot has length 1
+    shot = (1 + below) * powers
+    pool = torch.zeros(9000, 21)
+    pool[place, :20] = (significand + below) * powers  # its cosine is 0.9997
+    pool[7] = torch.cat([shot, -0.4 * rest])  # 0.9995
+    shots = torch.cat([shot, rest]).expand(SIEVED, -1)
+    assert nearest_rows(pool, shots, 1, impl=impl).index.tolist() == [place]
+
+
+@impls
 def test_of_equal_rows_the_earlier_are_taken_16_bits_may_be_long_and_nan_is_named(impl):
     pool = torch.eye(4).repeat(2000, 1)
     found = nearest_rows(pool, torch.eye(4)[:1].repeat(10, 1), 5, impl=impl)

@@ -17,7 +17,7 @@ OPTIONS = {"shared_experts": True, "non_expert_modules": True, "router": True}
 PROJECTIONS = ("q_proj", "v_proj")
 TENSORS = "trained.safetensors"
 FAMILIES = (
-    "Beam BitNet Cohere Cohere2 Cwm DiffLlama Doge Ernie4_5 Exaone4 Flint Gemma Gemma2"
+    "Beam Cohere Cohere2 Cwm DiffLlama Doge Ernie4_5 Exaone4 Flint Gemma Gemma2"
     " Gemma3 Gemma4Unified Granite GraniteSWA Helium HunYuanDenseV1 HyperCLOVAX Llama Ministral"
     " Ministral3 Mistral Olmo Olmo2 Olmo3 OlmoHybrid Qwen2 Qwen3 SeedOss SmolLM3 StableLm"
     " VaultGemma"

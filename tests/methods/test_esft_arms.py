@@ -366,6 +366,22 @@ def test_what_is_left_is_compared_at_equal_target_accuracy():
     assert esft.at_equal_accuracy(one, early).tolist() == [0, 0, 0, -0.5]
 
 
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    ("solved", "words"),
+    [
+        (np.array([0.0, 40.0]), "E-RANGE: .*outside \\[0, 1\\], expected shares"),
+        (np.array([-0.1, 0.4]), "E-RANGE: .*outside \\[0, 1\\], expected shares"),
+        ([0.0, 0.4], "E-TYPE: .* expected an instance of ndarray"),
+    ],
+)
+def test_fronts_of_other_units_or_kinds_are_not_compared(solved, words, place):
+    fronts = [(np.array([0.0, 1.0]), np.ones((2, 3)))] * 2
+    assert esft.at_equal_accuracy(*fronts).tolist() == [0] * 3
+    fronts[place] = (solved, np.ones((2, 3)))
+    refused(words, esft.at_equal_accuracy, *fronts)
+
+
 def test_a_front_is_read_off_evaluations_with_general_tasks_of_equal_weight():
     asked = ["t", "t", "a", "b", "b"]
     correct = ([0, 0, 1, 1, 1], [1, 0, 1, 0, 1])

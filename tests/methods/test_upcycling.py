@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -239,6 +240,13 @@ def test_only_the_chosen_layers_are_upcycled_and_take_their_own_rows_of_the_star
     assert torch.equal(routers(model)[0].weight, start.weights[1])
 
 
+def adapted(model):
+    """A host with LoRA on its MLPs that does something."""
+    config = LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False)
+    return get_peft_model(model, config)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_settings_starts_and_models_that_do_not_fit_are_refused_and_left_untouched(
     host, batch
 ):
@@ -290,6 +298,14 @@ def test_settings_starts_and_models_that_do_not_fit_are_refused_and_left_untouch
             "E-SHAPE: Start: ",
         ),
         (sparse, host(mlp_bias=True), {}, "has biases"),
+        (sparse, host("BitNet"), {}, "E-MODEL: BitNetMLP computes more than"),
+        (sparse, adapted(host()), {}, "E-MODEL: LlamaMLP computes more than"),
+        (
+            sparse,
+            host("Llama4", intermediate_size_mlp=40, moe_layers=[]),
+            {},
+            "E-MODEL: Llama4TextMLP has no act_fn",
+        ),
         (sparse, sparse(host(), layers=(1,)), {}, "E-MODEL: layer 1 is sparse already"),
         (
             sparse,

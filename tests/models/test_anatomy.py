@@ -64,6 +64,13 @@ def test_sparse_families_show_router_and_fused_experts(family):
     )
 
 
+def test_a_shared_expert_beside_the_mixture_is_shown():
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model = build("GraniteMoeShared", shared_intermediate_size=24, **more)
+    for layer in anatomy(model).layers:
+        assert layer.shared is layer.block.shared_mlp
+
+
 def test_transposed_experts_show_their_own_width():
     _, layer = anatomy(build("GptOss", num_local_experts=4)).layers
     assert layer.experts.down_proj.shape == (4, 40, 32)

@@ -115,6 +115,8 @@ def test_the_same_base_has_the_same_fingerprint_inside_a_peft_wrapper(tiny):
         tiny(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
     )
     assert fingerprint(wrapped) == fingerprint(tiny())
+    copied = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"])
+    assert fingerprint(get_peft_model(tiny(), copied)) == fingerprint(tiny())
     with torch.no_grad():
         wrapped.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight[
             0, 0

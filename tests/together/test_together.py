@@ -7,6 +7,7 @@ from itertools import chain
 import pandas as pd
 import pytest
 import torch
+from datasets import Dataset
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,6 +21,7 @@ from moebook.methods.rocket.loras import Lora, attached, linears
 from moebook.models.anatomy import sparse_layers
 from moebook.nn import routers
 from moebook.together import budget, combining
+from tests.methods.conftest import build
 from tests.refusals import refused
 
 TASKS = ("gcd", "python_eval", "isa", "kinship", "equations", "intent_json")
@@ -136,6 +138,19 @@ def test_a_price_holds_for_a_whole_training(dense):
         dense.fit(model, dense.encoded, lr=1e-4, steps=10, penalty=arm.penalty)
     assert counted.total == pytest.approx(sum(map(price, range(10))), rel=0.005)
     assert budget.price("tokens", model, order, None)(3) == order.tokens(3)
+
+
+def test_a_price_is_measured_where_batches_differ_most(dense):
+    """Most batches of one shape would not tell what a token costs from what a row does."""
+    model = deepcopy(dense.base)
+    lengths = [*(10 * [48]), 3, 90]
+    ids = [torch.arange(3, 3 + length).tolist() for length in lengths for _ in range(4)]
+    rows = {"input_ids": ids, "labels": ids, "length": list(map(len, ids))}
+    order = dense.batches(Dataset.from_dict(rows))
+    price = budget.price("flops", model, order, None)
+    for step in range(order.per_epoch):
+        spent = budget.measured(model, [order[step]], None)
+        assert price(step) == pytest.approx(spent, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +339,22 @@ def test_adapters_beside_experts_read_what_the_mixture_puts_out(setups):
     assert [layer.width for layer in sparse_layers(model)] == [
         layer.width for layer in sparse_layers(setup.base)
     ]
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss", "Llama4"])
+def test_adapters_stand_beside_the_experts_of_every_form_and_start_as_the_host(family):
+    more = {
+        "Llama4": {"intermediate_size_mlp": 40, "moe_layers": [0, 1]},
+        "GptOss": {"layer_types": ["full_attention", "full_attention"]},
+    }
+    model = build(
+        family, num_local_experts=4, num_experts_per_tok=2, **more.get(family, {})
+    )
+    ids = torch.arange(3, 12)[None]
+    before = model(input_ids=ids, use_cache=False).logits
+    combining.beside_experts(model, experts=2, top_k=1, width=4).eval()
+    after = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(after, before)
 
 
 def test_weight_decay_on_adapters_of_which_some_are_frozen_is_refused(dense):

@@ -177,6 +177,8 @@ class Task:
         if self.available(split):
             return
         remedy = f'give rows "split": "{split}"'
+        if split in ("fresh", "rest"):  # parts of train, which no row may name
+            remedy = 'give two or more rows "split": "train"'
         if not any(item.split for item in self.items("all")):
             remedy = (
                 f"give {own.PART} prompts or more, or {remedy.removeprefix('give ')}"
@@ -188,8 +190,9 @@ class Task:
         """Draw `size` rows of a split without replacement, by the seed.
 
         A prefix of any longer draw with this seed: task, domain, prompt, answer and any
-        rationale. Beside train, validation and test there are fresh and rest, halves of
-        train, and all.
+        rationale. Beside train, validation and test there are all, and two parts of
+        train: fresh (1,000 at most, no more than half of train) and rest, what is left
+        of it.
         """
         return [row for _, row in self.draw(split, size, seed)]
 

@@ -293,6 +293,7 @@ class _Pairs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         source, gate, down, up, pre = ctx.saved_tensors
         routing = ctx.routing
+        *_, of_down, of_up, _ = ctx.needs_input_grad
         grad = grad.contiguous()
         base = None if ctx.apart else grad
         d_source, d_pre, weighted, d_gate = _through(
@@ -300,13 +301,13 @@ class _Pairs(torch.autograd.Function):
         )
         d_down = None
         d_up = None
-        if any(ctx.needs_input_grad[3:5]):  # [T, 2, R] to [S, R]
+        if of_down or of_up:  # [T, 2, R] to [S, R]
             by = sort_rows(routing, grad.dtype)
             weighted = weighted.view(-1, pre.shape[2])[routing.order]
             d_pre = d_pre.view(-1, pre.shape[2])[routing.order]
-        if ctx.needs_input_grad[3]:  # [D, S] @ [S, R] of each expert
+        if of_down:  # [D, S] @ [S, R] of each expert
             d_down = weight_gradient(source, d_pre, by, down, by_token="left")
-        if ctx.needs_input_grad[4]:  # [R, S] @ [S, D]
+        if of_up:  # [R, S] @ [S, D]
             d_up = weight_gradient(weighted, grad, by, up, by_token="right")
         d_inputs = (grad, d_source) if ctx.apart else (d_source, None)
         return *d_inputs, d_gate, d_down, d_up, None

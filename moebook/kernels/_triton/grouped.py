@@ -303,6 +303,7 @@ def product(
             _product[(min(most, work),)](
                 view(rows, (chosen["BM"], deep), tma),
                 view(bank, (wide, deep) if forward else (deep, wide), tma),
+                # Without a gate no pointer to it is read: any will do.
                 out if gate is None else gate,
                 out,
                 *share,

@@ -317,7 +317,8 @@ def benchmarks(pools: Mapping[str, Pool]) -> pd.DataFrame:
     """Put the recorded scores of untuned bases beside chance and their model cards.
 
     One line per pool and benchmark, as `moebook.evaluation.summary` has it, with the lead over
-    chance in standard errors and the loss; pools that recorded no benchmark are left out.
+    chance in standard errors and the loss; pools that recorded no benchmark are left out. A
+    group's tasks count equally; it has no loss where one of them has none.
     """
     from moebook import evaluation  # with torch: what renders pages does without
 
@@ -328,27 +329,44 @@ def benchmarks(pools: Mapping[str, Pool]) -> pd.DataFrame:
             scores = evaluation.summary(items, pool.last.settings["base"])
             lead = scores.normalised - scores.chance
             scores["SE over chance"] = lead / scores.pop("its standard error")
-            scores["loss"] = items.groupby("asked").nll.mean()
+            losses = items.groupby(["asked", "task"]).nll.mean()
+            scores["loss"] = losses.groupby("asked").agg(pd.Series.mean, skipna=False)
             tables[name] = scores
     if not tables:
         return pd.DataFrame()
     every = pd.concat(tables)
     digits = every.select_dtypes("float").map("{:.3f}".format, na_action="ignore")
-    return every.assign(**digits).fillna("")
+    # As objects: a column in which every number is missing takes text, too.
+    return every.assign(**digits.astype(object)).fillna("")
+
+
+def word(name: str) -> str:
+    """Write a base or a benchmark as one part of a recorded value's name.
+
+    A name that can be one stays as it is; what else a path holds, or a hub's ``org/name@commit``,
+    becomes ``_``.
+    """
+    return re.sub(r"[^A-Za-z0-9_.=+-]+", "_", name).lstrip("_.=+-") or "folder"
 
 
 def _benchmark_items(run: records.Run) -> pd.DataFrame:
     """Return the items of a run's benchmarks as `moebook.evaluation.evaluate` gives them."""
-    by_task = dict[str, dict[str, Any]]()
+    by_task = dict[tuple[str, str], dict[str, Any]]()
     for value in run.values:
-        if "/benchmark/" in value.name:
-            task, measure = value.name.split("/")[3:5]
-            by_task.setdefault(task, {})[measure] = value.items
+        _, marker, place = value.name.rpartition("/benchmark/")
+        if marker:
+            # What was asked for, the task where that is a group, the measure.
+            asked, *member, measure = place.split("/")
+            task = member[0] if member else asked
+            by_task.setdefault((asked, task), {})[measure] = value.items
+    names = {asked for asked, _ in by_task}
     parts = [pd.DataFrame()]
-    for task, measures in by_task.items():
-        rows = pd.DataFrame(measures).assign(task=task)
-        parts.append(rows.assign(asked=task))
-        if task.startswith("arc_"):  # the model's card has both parts as one
+    for (asked, task), measures in by_task.items():
+        # A benchmark that generates its answers has no loss.
+        rows = pd.DataFrame({"nll": np.nan, **measures}).assign(task=task)
+        parts.append(rows.assign(asked=asked))
+        is_part = asked == task and task.startswith("arc_")
+        if is_part and "ai2_arc" not in names:  # the model's card has both parts as one
             parts.append(rows.assign(asked="ai2_arc"))
     as_answered = {"accuracy": "unnormalised", "normalised": "correct"}
     return pd.concat(parts).rename(columns=as_answered)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moebook import lists, storage
+from moebook.errors import refuse
 from moebook.intervals import sees
 from moebook.lab.evidence import prose
 from moebook.lab.records import store
@@ -166,13 +167,14 @@ def filled(text: str, pools: Mapping[str, Pool], home: str) -> str:
     evidence = prose.Evidence({notebook: pools}, home=home)
 
     def written(match: re.Match[str]) -> str:
-        elsewhere = re.search(r" in (\w+)", match[0])
+        effect = match[1].rpartition(": ")[2]  # behind readings, if there are any
+        elsewhere = re.search(r" in ([\w/]+)", effect)
         where = elsewhere[1] if elsewhere else protocol
-        if where not in pools:
+        if where.removeprefix(f"{notebook}/") not in pools:
             return f"(no pool {where} on record)"
         return prose.filled(match[0], evidence, f"head of {protocol}")
 
-    return re.sub(r"\{[^{}]+\}", written, text)
+    return re.sub(r"\{([^{}]+)\}", written, text)
 
 
 def _on_record(
@@ -191,8 +193,22 @@ def _on_record(
     pool = pools.get(protocol)
     if pool is None:
         return None
-    value, other = (measure or facts[PRIMARY]).split(" less ")
-    return pool.effects(value, prose.reference(other))
+    value, less, other = (measure or facts[PRIMARY]).partition(" less ")
+    effects = pool.effects(value, prose.reference(other)) if less else np.empty((0, 0))
+    if len(effects) < 2:
+        told = (
+            f"two seeds of '{measure or facts[PRIMARY]}' in {where}, has {len(effects)}"
+        )
+        refuse("E-CONFIG", f"'{SPREAD}: {facts[SPREAD]}': expected {told}")
+    return effects
+
+
+def _number(text: str) -> float:
+    """Read the smallest effect of interest: a number, which its unit may follow."""
+    try:
+        return float(text.split()[0])
+    except (IndexError, ValueError):
+        refuse("E-CONFIG", f"'{SMALLEST}: {text}': expected a number first")
 
 
 def _computed(
@@ -204,10 +220,10 @@ def _computed(
     """
     computed: dict[str, str] = {}
     ran = pools.get(protocol)
-    planned = all(name in facts for name in DECIDED[:4])
+    planned = all(name in facts for name in (PRIMARY, SMALLEST, SEEDS, SPREAD))
     effects = _on_record(facts, pools, folder) if planned else None
     if effects is not None:
-        smallest = float(facts[SMALLEST])
+        smallest = _number(facts[SMALLEST])
         seen = partial(sees, effects, smallest, items=int(facts.get(ROWS, 0)))
         number = len(lists.seeds(f"{protocol}: {SEEDS}", facts[SEEDS]))
         said = f"{seen(number):.0%} with {number} seeds"

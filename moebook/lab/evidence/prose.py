@@ -17,8 +17,9 @@ An effect is ``a less b`` (two recorded values; a number or ``b and c``, whose m
 stand for b), or ``a`` alone, ``in notebook/protocol`` (or ``in protocol``) ``of 3-5`` (seeds); or
 it is a claim at a scale, ``pesc.gain-code at 1 M``, which is read from the pool that the ledger
 shows. ``over all studies`` takes all committed pools of the scale together, ``without kinship``
-the mean over the other tasks, and ``against the paper`` takes what the paper prints off. A page
-may give effects names in its first lines, ``name: effect`` between two lines of three hyphens.
+the mean over the other tasks of that one pool; neither has the two means, nor are both asked. And
+``against the paper`` takes what the paper prints off. A page may give effects names in its first
+lines, ``name: effect`` between two lines of three hyphens.
 
 A reading that is not written, because the sentence would then be false, stops the build and names
 file and sentence (E-PROSE).
@@ -34,7 +35,7 @@ from pathlib import Path
 import numpy as np
 
 from moebook import lists
-from moebook.errors import nearest, refuse
+from moebook.errors import located, nearest, refuse
 from moebook.intervals import interval, place
 from moebook.lab import records
 from moebook.lab.evidence.verdicts import Row, quantity
@@ -66,7 +67,8 @@ class Effect:
     effects: np.ndarray = field(repr=False)  # [S, I]
     unit: str
     compared: bool
-    means: tuple[float, ...]  # of the value and of what it is compared with
+    # Of the value and of what it is compared with; none of several pools or a part of one.
+    means: tuple[float, ...]
     printed: float | None = None  # what the paper prints
     status: str | None = None  # of a claim: planned or exploratory
 
@@ -120,7 +122,7 @@ class Effect:
             return self.number(abs(self.mean)).lstrip("+")
         if aspect == "percent":
             return f"{100 * abs(self.mean):.0f} %"
-        if aspect == "value":
+        if aspect == "value" and self.means:
             return self.number(self.means[0], compared=False)
         if aspect == "other" and len(self.means) > 1:
             return self.number(self.means[1], compared=False)
@@ -160,7 +162,8 @@ class Evidence:
         if match["seeds"]:
             pool = pool.of_seeds(lists.seeds(f"{where}: seeds", match["seeds"]))
         other = match["other"]
-        less = None if other is None else reference(other)
+        with located(where):
+            less = None if other is None else reference(other)
         return _measured(text, pool, match["name"], less, where)
 
     def _pool(self, name: str, where: str) -> Pool:
@@ -188,11 +191,18 @@ class Evidence:
         found = _measured(text, pool, claim.value, claim.reference, where)
         status = "planned" if verdict.deciding else "exploratory"
         found = replace(found, printed=claim.claimed, status=status)
-        if match["all"] and verdict.together:
-            found = replace(found, effects=verdict.together.effects)
         task = match["task"]
+        if match["all"] and task:
+            refuse(
+                "E-PROSE", f"{where}: '{text}' asks for all studies and for a task less"
+            )
+        # What is put together has other means than the pool.
+        if match["all"] and verdict.together:
+            every = verdict.together.effects
+            found = replace(found, effects=every, means=(), status="exploratory")
         if task:
-            found = replace(found, effects=_others(verdict.shown.parts, task, where))
+            others = _others(verdict.shown.parts, task, where)
+            found = replace(found, effects=others, means=())
         if not match["less"]:
             return found
         if claim.claimed is None:
@@ -282,7 +292,12 @@ def reference(text: str) -> store.Reference:
     """Read what stands behind "less": a value's name, several whose mean is meant, or a number."""
     if " and " in text:
         return tuple(text.split(" and "))
-    return text if "/" in text else float(text)
+    if "/" in text:
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        refuse("E-PROSE", f"'{text}' is neither a value's name nor a number")
 
 
 def pages(folder: Path, rows: Sequence[Row]) -> dict[str, str]:

@@ -169,7 +169,8 @@ def measure(claim: Claim, pool: Pool) -> Measurement | None:
     """Find a claim's effect in a pool; None without evidence, and another unit is refused.
 
     No evidence are runs at another tier, or under other parameters, arms never run together, arms
-    of other sizes than the claim's, and arms that differ on no test item: neither can do the task.
+    of other sizes than the claim's, and arms that differ on no test item, of which most often
+    neither can do the task.
     """
     if (
         pool.tier not in claim.scales
@@ -186,8 +187,12 @@ def measure(claim: Claim, pool: Pool) -> Measurement | None:
     if claim.times and not _sized(claim, pool):
         return None
     effects = pool.effects(claim.value, claim.reference)
-    apart = claim.direction == "equal" or effects.shape[1] == 1 or effects.any()
-    return Measurement(claim, pool, effects) if len(effects) and apart else None
+    by_item = (
+        effects.shape[1] > 1
+    )  # else what is alike may be a number that was counted
+    if claim.direction != "equal" and by_item and not effects.any():
+        return None
+    return Measurement(claim, pool, effects) if len(effects) else None
 
 
 def _sized(claim: Claim, pool: Pool) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 from moebook import storage
 from moebook.errors import printable, refuse
 from moebook.intervals import CONFIDENCE, another
-from moebook.lab import papers
+from moebook.lab import papers, records
 from moebook.lab.evidence import findings, verdicts
-from moebook.lab.records import TIERS, Run, store
+from moebook.lab.records import TIERS, Run, Value, store
 from moebook.lab.records.store import CLASS, Pool
 from moebook.lab.run import publish, sources
 
@@ -137,8 +137,14 @@ def _plain(row: verdicts.Row) -> str:
 def _values(mine: Run, other: Pool | None) -> Iterator[str]:
     for value in mine.values:
         theirs = _numbers(other, value.name) if other else []
-        book = f"{sum(theirs) / len(theirs):.4g}" if theirs else UNKNOWN
-        yield f"{value.name}: yours {value.value:.4g} | book's {book} {value.unit}"
+        yield _pair(value, theirs)
+
+
+def _pair(value: Value, theirs: Sequence[float]) -> str:
+    """Write a reader's value beside the mean of the book's."""
+    form = ",.0f" if value.unit == "count" else ".4g"
+    book = f"{sum(theirs) / len(theirs):{form}}" if theirs else UNKNOWN
+    return f"{value.name}: yours {value.value:{form}} | book's {book} {value.unit}"
 
 
 def _numbers(pool: Pool, name: str) -> list[float]:
@@ -148,31 +154,32 @@ def _numbers(pool: Pool, name: str) -> list[float]:
 
 def _outside(mine: Run, of_course: Pool) -> Iterator[str]:
     """What lies where another seed's would hardly: farthest first, what no seed changes last."""
-    lines: list[
-        tuple[float, str]
-    ] = []  # how many widths of the interval outside, and what
+    # How many widths of the interval outside, and what to say.
+    lines: list[tuple[float, str]] = []
     count = 0
+    # Of them: what no seed changes lies outside for another reason than chance.
+    varying = 0
     for value in mine.values:
         theirs = _numbers(of_course, value.name)
         if len(theirs) < 2 or value.unit == "seconds":
             continue
         count += 1
-        low, high = another(theirs)
+        low, high = records.within(value.unit, another(theirs))
         largest = max(map(abs, (*theirs, value.value)))
         rounding = 1e-6 * largest  # on another machine
+        width = high - low
+        varying += width > rounding
         gap = max(low - value.value, value.value - high) - rounding
         if gap <= 0:
             continue
-        mean = sum(theirs) / len(theirs)
-        pair = f"{value.name}: yours {value.value:.4g} | book's {mean:.4g} {value.unit}"
-        width = high - low
+        pair = _pair(value, theirs)
         if width > rounding:
             ends = f"another seed from {low:.4g} to {high:.4g}"
             lines.append((gap / width, f"{pair}, {ends}"))
         else:
             lines.append((0.0, f"{pair}, with every seed"))
     where = "where another seed's would in 5 of 100 cases"
-    by_chance = f"{count * (1 - CONFIDENCE):.0f}"
+    by_chance = f"{varying * (1 - CONFIDENCE):.0f}"
     yield f"{len(lines)} of {count} values lie {where}; about {by_chance} would by chance"
     for _, line in sorted(lines, reverse=True):
         yield line

@@ -111,6 +111,10 @@ def _insert(app: Any, docname: str, source: list[str]) -> None:
     notebook["cells"] = [*_with_one_set_up(notebook["cells"])]
     path = Path(app.srcdir) / f"{docname}.parquet"
     app.env.note_dependency(str(path))
+    # The badge counts the seeds of the notebook's pools.
+    seals = path.parents[2] / "results" / store.SEALS
+    if seals.is_file():
+        app.env.note_dependency(str(seals))
     text = badge(records.read_run(path), path.parents[2])
     notebook["cells"].insert(
         1, {"cell_type": "markdown", "metadata": {}, "source": text}

@@ -14,7 +14,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -90,6 +90,8 @@ def watch(folder: Path, stop: threading.Event) -> None:
         while (later := settled(folder)) != now:
             now = later
         changed = sorted({path for path, _ in known.items() ^ now.items()})
+        if not changed:  # a file came and went, as editors' probes do
+            continue
         known = now
         print(f"serve: {changed[0]} has changed", flush=True)
         if renew(changed, folder) == 0:
@@ -106,18 +108,24 @@ def stamps(folder: Path) -> dict[str, tuple[int, int]]:
     """Return when each source of the book was written, and its size, by its path."""
     written = {}
     for part in WATCHED:
-        place = folder / part
-        if not place.exists():
-            continue
-        for path in (place, *place.rglob("*")):
-            name = path.relative_to(folder).as_posix()
-            if name.startswith(MADE) or storage.files.foreign(path.name):
+        for path in _files(folder / part):
+            below = path.relative_to(folder)
+            name = below.as_posix()
+            if name.startswith(MADE) or any(map(storage.files.foreign, below.parts)):
                 continue
             with suppress(FileNotFoundError):  # it has just gone
                 state = path.stat()
                 if stat.S_ISREG(state.st_mode):
                     written[name] = (state.st_mtime_ns, state.st_size)
     return written
+
+
+def _files(place: Path) -> Iterator[Path]:
+    """Yield a file, or those below a folder; a folder that goes in the meantime is passed over."""
+    if place.is_file():
+        yield place
+    for folder, _, names in os.walk(place):
+        yield from (Path(folder, name) for name in names)
 
 
 def renew(changed: Sequence[str], folder: Path) -> int:

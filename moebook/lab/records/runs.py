@@ -8,6 +8,7 @@ when it is read.
 from __future__ import annotations
 
 import csv
+import errno
 import functools
 import io
 import json
@@ -24,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from moebook.errors import SYSTEM, Refusal, located, refuse, refuse_unknown
+from moebook.errors import Refusal, located, refuse, refuse_unknown
 from moebook.settings import record
 from moebook.storage import files
 from moebook.storage.documents import json_object
@@ -298,12 +299,20 @@ def _readable(path: Path) -> Iterator[None]:
         TypeError,
         ValueError,
     ) as error:
-        if isinstance(error, OSError) and error.errno in SYSTEM:
+        if _lies_elsewhere(error):
             raise
         reason = " ".join(str(error).split())[:120]
         refuse(
             "E-RUN", f"{path} is damaged or no run of moebook ({reason}); run it again"
         )
+
+
+def _lies_elsewhere(error: Exception) -> bool:
+    """Whether memory, a disk or a limit of the system is at fault, and no file."""
+    if isinstance(error, OSError):
+        # Arrow's own errors have no number.
+        return error.errno not in (None, errno.EISDIR)
+    return isinstance(error, MemoryError)  # pa.ArrowMemoryError is one
 
 
 def _head_of(schema: pa.Schema, path: Path) -> tuple[dict[str, Any], str]:

@@ -116,6 +116,8 @@ def clean(notebook: Any, folder: Path) -> tuple[Any, dict[str, int]]:
                 outputs.append(allowed)
         cell["outputs"] = outputs
     for cell in notebook["cells"]:
+        if cell.pop("attachments", None):
+            dropped["attachments"] += 1
         _forbid_secrets(cell)
         cell["metadata"] = _only(cell["metadata"], _CELL_METADATA)
     if "widgets" in notebook["metadata"]:

@@ -263,6 +263,9 @@ def _place(request: Request) -> Iterator[None]:
     with storage.locked(request.store.with_suffix(".lock")):
         storage.sweep(folder)
         _drop(request, but=request.resume)
+        # Of an earlier attempt: each training that goes on writes its own again.
+        for found in request.resume.glob(f"*/{runtime.FOUND}"):
+            found.unlink()
         yield
 
 
@@ -400,12 +403,12 @@ def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> R
     executed = storage.read_ipynb(staged)
     for line in publish.warned(executed):  # which no page shows
         print(line, file=sys.stderr)
-    clean, stripped = publish.clean(executed, request.folder)
-    text = json.dumps(clean, indent=1) + "\n"
+    page, left_out = publish.clean(executed, request.folder)
+    text = json.dumps(page, indent=1) + "\n"
     spent = seconds(executed)
     # Each training noted the seconds of those steps that it found done.
-    notes = request.resume.glob(f"*/{runtime.FOUND}")
-    resumed = sum(json.loads(path.read_text()) for path in notes)
+    found = request.resume.glob(f"*/{runtime.FOUND}")
+    resumed = sum(json.loads(path.read_text()) for path in found)
     if resumed:
         spent["seconds"] += resumed
         spent["resumed"] = resumed
@@ -417,7 +420,7 @@ def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> R
         **spent,
         "commit": storage.commit(request.folder),
         "claims": papers.frozen(request.notebook.name),
-        "stripped": stripped,
+        "stripped": left_out,
         "executed": storage.text_digest(text),
     }
     if request.evidence is not None:
@@ -425,7 +428,7 @@ def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> R
     unreadable = publish.unreadable(executed)
     if unreadable:  # the run is none the worse for it, but no book shows it
         manifest["unreadable"] = unreadable
-    run = harvest(clean, request.notebook, request.protocol, request.folder, manifest)
+    run = harvest(page, request.notebook, request.protocol, request.folder, manifest)
     put(request.store, text, run)
     _drop(request)
     return run

@@ -223,6 +223,7 @@ def front(
     return np.array(solved), np.array(general)
 
 
+@checked
 def at_equal_accuracy(one: Front, other: Front) -> NDArray[np.float64]:
     """Return what one arm keeps of the general items ``[I]`` less what another keeps.
 
@@ -244,6 +245,9 @@ def _check_fronts(one: Front, other: Front) -> None:
         shapes("at_equal_accuracy", both, empty="")
         if not (np.isfinite(solved).all() and np.isfinite(scores).all()):
             refuse("E-NONFINITE", f"at_equal_accuracy: {name} holds NaN or infinity")
+        if solved.min() < 0 or solved.max() > 1:
+            where = f"at_equal_accuracy: accuracies of {name}"
+            refuse("E-RANGE", f"{where} lie outside [0, 1], expected shares")
     if one[1].shape[1] != other[1].shape[1]:
         items = f"{one[1].shape[1]} and {other[1].shape[1]}"
         refuse(

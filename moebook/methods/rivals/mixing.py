@@ -29,7 +29,7 @@ from moebook.kernels import route
 from moebook.kernels.dispatch import shapes
 from moebook.kernels.lora_mixture import lora_mixture
 from moebook.methods.rocket.bank import Bank
-from moebook.methods.rocket.loras import Lora, check_alike
+from moebook.methods.rocket.loras import Lora, check_alike, check_widths
 from moebook.nn import dropout
 from moebook.settings import Seed, checked
 
@@ -54,7 +54,10 @@ def stack(bank: Bank, mix: Mix) -> Stack:
     """
     if not bank:
         refuse("E-BANK", "the bank is empty: nothing to mix")
-    loras = _padded(list(bank.values())) if mix == "outputs" else list(bank.values())
+    loras = list(bank.values())
+    check_widths(loras)
+    if mix == "outputs":
+        loras = _padded(loras)
     check_alike(loras)
     scale = loras[0].scale
     # s_i B_i A_i = scale (root_i B_i)(root_i A_i), root_i = sqrt(s_i / scale).
@@ -148,6 +151,7 @@ def joined(
     return one, torch.einsum("...n,nor->...or", on_up, up)
 
 
+@checked
 def merged(
     bank: Bank,
     weights: Tensor | Mapping[str, Tensor],
@@ -165,7 +169,9 @@ def merged(
         path: joined(down, parts.up[path], by_path[path].to(down), mix)
         for path, down in parts.down.items()
     }
-    return as_lora(factors, parts.scale, name=name, base=next(iter(bank.values())).base)
+    # A base that one LoRA does not tell is that of the others.
+    base = next((lora.base for lora in bank.values() if lora.base), None)
+    return as_lora(factors, parts.scale, name=name, base=base)
 
 
 def _check_weights(by_path: Mapping[str, Tensor], parts: Stack) -> None:

@@ -123,8 +123,10 @@ def fisher(
         why = "has B = 0, where the gradient of A is 0"
         refuse("E-BANK", f"'{lora.name}' {why}: take its Fisher after training")
     Batches(rows, BATCH, seed=0, pad_id=0).check(vocabulary(model), longest(model))
-    at: dict[str, Tensor] = {f"{path}.A": factor for path, factor in lora.down.items()}
-    at |= {f"{path}.B": factor for path, factor in lora.up.items()}
+    factors: dict[str, Tensor] = {
+        f"{path}.A": factor for path, factor in lora.down.items()
+    }
+    factors |= {f"{path}.B": factor for path, factor in lora.up.items()}
     device = next(model.parameters()).device
     by_row = form == "row"
 
@@ -145,7 +147,7 @@ def fisher(
     gradient = vmap(grad(nats), (None, 0, 0)) if by_row else grad(nats)
     total = {
         name: torch.zeros_like(factor, dtype=torch.double)
-        for name, factor in at.items()
+        for name, factor in factors.items()
     }
     # `vmap` cannot branch on a mask's values and knows no fused attention. Rows need no
     # mask: padding is on the right, where real tokens of a causal model do not look.
@@ -156,7 +158,7 @@ def fisher(
             if by_row:  # [B, 1, T]: each row is a batch of its own
                 ids = ids.unsqueeze(1)
                 labels = labels.unsqueeze(1)
-            for name, value in gradient(at, ids, labels).items():
+            for name, value in gradient(factors, ids, labels).items():
                 squared = value.double().square()  # (d log p / d theta)^2
                 total[name] += squared.sum(0) if by_row else squared
     # A mean over rows, or over batches; the last batch may be short.

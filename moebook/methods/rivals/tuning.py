@@ -310,9 +310,9 @@ def load_routed(
     """Restore a rival whose router is made of a vector for each LoRA ``[N, D]`` and its config."""
 
     def weigh(origin: Any) -> Weigh:
-        loras = len(origin.names)
+        count = len(origin.names)
         return lambda _, part: router(
-            torch.zeros(loras, part.in_features), origin.config
+            torch.zeros(count, part.in_features), origin.config
         )
 
     return load(model, folder, kind, weigh)

@@ -182,7 +182,11 @@ def choose(
 
 @checked
 def peak(shots: Array, config: Config, size: Count) -> int:
-    """Return the most bytes that `choose` holds while so many random open rows stream by."""
+    """Return the most bytes of Python and NumPy in `choose` while random open rows stream by.
+
+    There are ``size`` of them, and the block that is drawn counts. `tracemalloc` does not
+    see the memory of torch's own tensors, such as products and the rows that are held.
+    """
     _check_embeddings(shots, shots)
     rng = np.random.default_rng(0)
     height = 4096

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
+from moebook.data.tasks import Task
 from moebook.methods.rocket import choose, score
 from moebook.methods.rocket.augment import Encoder
 from moebook.methods.rocket.config import Config
@@ -51,10 +52,12 @@ def score_bank(
     *,
     task: str,
     seed: int,
+    own: Mapping[str, Task] = score.NONE,
 ) -> Case:
     """Draw K shots from a task's annotated rows and score the whole bank on them.
 
     The encoder is that of the open data. The base writes missing rationales (paper: WizardLM2).
+    Shots of a user's file are judged by its task, among ``own`` by name.
     """
     shots = score.draw(annotated, config.shots, seed)
     order = config.rationale
@@ -76,7 +79,7 @@ def score_bank(
         shots,
         plain=nats(shots),  # Eq. 1
         reasoning=nats(score.expand(shots, order=order)),  # Eq. 2, of y^ = Phi(x, y)
-        solved=score.accuracy(model, tokenizer, bank, shots),  # Eq. 5
+        solved=score.accuracy(model, tokenizer, bank, shots, own=own),  # Eq. 5
         vectors=next(encoder.blocks(shots, size=len(shots))),  # Eq. 10, in one block
         similarities=choose.similarity(bank, config),  # Eq. 6
     )

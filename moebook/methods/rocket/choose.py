@@ -132,7 +132,8 @@ def select(
     R_P ranks the whole bank by perplexity from the smallest, R_A by accuracy from the largest; the
     M least sums are the candidates. R_D ranks all groups of N candidates by diversity from the
     largest; the group with the least total wins. Equal values share a rank (1, 2, 2, 4); equal sums
-    are settled by name. Takes `score.scores` and `similarity`; ``rankings`` count (Table 2).
+    are settled by name. Takes `score.scores` and `similarity`; ``rankings`` count (Table 2),
+    perplexity or accuracy among them, which rank single LoRAs.
 
     >>> names = ["a", "b", "c"]
     >>> found = {"log_perplexity": [1.0, 2.0, 9.0], "accuracy": [0.9, 0.8, 0.1]}
@@ -142,6 +143,9 @@ def select(
     >>> select(scores, cosines, config).experts
     ('a', 'b')
     """
+    if not {"perplexity", "accuracy"} & {*rankings}:
+        what = f"rankings is {rankings}, of which none ranks single LoRAs"
+        refuse("E-CHOICE", f"{what}: add perplexity or accuracy")
     if len(scores) < config.candidates:
         have = f"the bank has {len(scores)} scored LoRAs, candidates (M) is {config.candidates}"
         refuse("E-BANK", f"{have}: lower M or widen the bank")

@@ -58,7 +58,8 @@ def _factor(tensor: Tensor) -> Tensor:
     return wide(tensor)
 
 
-Factors = dict[str, Annotated[Tensor, FINITE, AfterValidator(_factor)]]
+# Its dtype first: whether a number of 8 bits is finite torch does not say.
+Factors = dict[str, Annotated[Tensor, AfterValidator(_factor), FINITE]]
 SECONDS = 0.5  # of the processor, for all patterns of one file of settings together
 ALL = "all-linear"  # what PEFT takes for all linear layers but the head
 Rank = Annotated[int, Field(ge=1, le=4096)]
@@ -230,6 +231,20 @@ def check_alike(group: Sequence[Lora], *, ranks: bool = True) -> None:
         if odd:
             names = f"'{group[0].name}' and '{lora.name}'"
             refuse("E-BANK", f"{names} differ in layers: {odd[0]}")
+    check_widths(group)
+
+
+def check_widths(group: Iterable[Lora]) -> None:
+    """Refuse LoRAs whose A or B are of linear layers of other widths, by their paths."""
+    first: dict[str, tuple[Lora, tuple[int, int]]] = {}  # who first adapts it, D and O
+    for lora in group:
+        for path, down in lora.down.items():
+            widths = (down.shape[1], lora.up[path].shape[0])
+            owner, wanted = first.setdefault(path, (lora, widths))
+            if widths != wanted:
+                names = f"'{owner.name}' and '{lora.name}'"
+                pair = f"{path} is [D, O] = {[*wanted]} and {[*widths]}"
+                refuse("E-SHAPE", f"{names}: {pair}; take LoRAs of one base")
 
 
 def _kind(lora: Lora, *, ranks: bool) -> dict[str, object]:

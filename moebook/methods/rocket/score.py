@@ -58,6 +58,8 @@ Item = Mapping[str, Any]
 Order = Literal["answer_first", "rationale_first"]
 # What says how answers are compared, by the task's name in a row.
 JUDGED: dict[str, Task | Source] = {**KNOWN, **SETS}
+NONE: Mapping[str, Task] = {}
+UNKNOWN = 64  # most new tokens of an answer to a row of no known task
 # Settings by which some models change the logits that the head gives.
 LOGITS = (
     "final_logit_softcapping",
@@ -154,13 +156,17 @@ def generate(
     tokenizer: Any,
     contexts: Sequence[list[int]],
     *,
-    limit: int,
+    limit: int | Sequence[int],
     batch: int = 32,
 ) -> list[str]:
-    """Continue contexts of token ids greedily, to the end token or the limit; dropout is off."""
+    """Continue contexts of token ids greedily, to the end token or the limit; dropout is off.
+
+    ``limit`` is the most new tokens of every answer, or of each.
+    """
+    of_each = limit if isinstance(limit, Sequence) else [limit] * len(contexts)
     with evaluating(model):
         return InMemory(model, tokenizer, batch).answer(
-            contexts, [(limit, ())] * len(contexts)
+            contexts, [(most, ()) for most in of_each]
         )
 
 
@@ -214,26 +220,30 @@ def accuracy(
     *,
     post: Callable[[str], str] | None = None,
     limit: Count | None = None,
+    own: Mapping[str, Task] = NONE,
 ) -> pd.DataFrame:
     """Say which shots each LoRA solves: greedy answers equal to the gold ones (Eq. 5), true or not.
 
     ``[N, S]``, indexed by name. Eq. 5 divides by N where it means K; the mean over a row is Acc.
     ``post`` is f of Eq. 5, applied to both answers. By default it is that of the row's task or data
-    set (GSM8K's is the final number), else the first line. So are the most new tokens, else 64. A
+    set (GSM8K's is the final number), else the first line. So are the most new tokens of the row's
+    answer, else 64. ``own`` are tasks of users' files, by the names that their rows carry. A
     program (MBPP) solves a shot when it passes the row's tests, in a sandbox.
     """
-    rights = [_right(row, post) for row in shots]
+    known = {**JUDGED, **own}
+    tasks = [known.get(row.get("task", "")) for row in shots]
+    pairs = zip(shots, tasks, strict=True)
+    rights = [_right(row, task, post) for row, task in pairs]
     items = _encoded(model, tokenizer, bank, shots)
     # The prompt alone: what stands before the first labelled token.
     contexts = [item["input_ids"][: item["labels"].count(IGNORED)] for item in items]
-    tasks = [JUDGED.get(row.get("task", "")) for row in shots]
-    most = limit or max(task.max_new_tokens if task else 64 for task in tasks)
+    limits = [limit or (task.max_new_tokens if task else UNKNOWN) for task in tasks]
     solved = {}
     # One LoRA at a time: rows that have ended leave a batch, so that parts of it, one a
     # LoRA, would not stay equal as `attached` has them.
     for name, lora in progress(bank.items(), "accuracy", len(bank)):
         with attached(model, [lora]):
-            texts = generate(model, tokenizer, contexts, limit=most)
+            texts = generate(model, tokenizer, contexts, limit=limits)
         # Eq. 5: 1(f(y~_i) = y_i) of each shot.
         solved[name] = [right(text) for right, text in zip(rights, texts, strict=True)]
     return pd.DataFrame.from_dict(solved, orient="index")
@@ -277,10 +287,11 @@ def scores(log_perplexities: pd.DataFrame, accuracies: pd.DataFrame) -> pd.DataF
     return pd.DataFrame({"log_perplexity": total, "accuracy": share})
 
 
-def _right(row: Row, post: Callable[[str], str] | None) -> Callable[[str], bool]:
+def _right(
+    row: Row, task: Task | Source | None, post: Callable[[str], str] | None
+) -> Callable[[str], bool]:
     """Return what says whether an answer solves a row: f of Eq. 5, or the row's tests."""
-    known = JUDGED.get(row.get("task", ""))
-    f = post or (known.normalise if known else first_line)
+    f = post or (task.normalise if task else first_line)
     if f:  # none where only running the answer tells
         return lambda text: f(text) == f(row["answer"])
     if "tests" not in row:

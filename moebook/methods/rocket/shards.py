@@ -395,20 +395,15 @@ def _on_ray(
 
 
 def _listed(folder: Path) -> list[tuple[Path, int, int]]:
-    """List a folder's parquet files by name, each with the numbers of its rows: from, and up to.
+    """List a folder's parquet files by name: its first row's number, and the next file's.
 
     A series such as ``-00000-of-00010`` must be whole.
     """
     files = list[tuple[Path, int, int]]()
     end = 0
-    for path in sorted(folder.glob("[!.]*.parquet")):
-        series = re.fullmatch(r"(.*)-(\d+)-of-(0*[1-9]\d*)", path.stem)
-        if series:
-            name, number, size = series.groups()
-            # Behind the last comes the first, so whichever is missing, one lacks it.
-            after = f"{name}-{(int(number) + 1) % int(size):0{len(number)}}-of-{size}.parquet"
-            if not (folder / after).exists():
-                refuse("E-SHARD", f"{folder / after} is missing; bring it back")
+    paths = sorted(folder.glob("[!.]*.parquet"))
+    _check_series(folder, paths)
+    for path in paths:
         start = end
         with _opened(path) as file:
             end = start + file.metadata.num_rows
@@ -417,6 +412,27 @@ def _listed(folder: Path) -> list[tuple[Path, int, int]]:
         problem = f"{folder} holds no parquet file"
         refuse("E-SHARD", f"{problem}; expected shards of rows")
     return files
+
+
+def _check_series(folder: Path, paths: Iterable[Path]) -> None:
+    """Refuse a series of numbered files that lacks one; it begins at 0, or at 1."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for path in paths:
+        series = re.fullmatch(r"(.*)-(\d+)-of-(0*[1-9]\d*)", path.stem)
+        if series:
+            name, number, size = series.groups()
+            found.setdefault((name, size), []).append(number)
+    for (name, size), written in found.items():
+        numbers = {*map(int, written)}
+        # The last of a series from 1 has the size for its number.
+        start = int(int(size) in numbers)
+        whole = range(start, start + int(size))
+        lacking = next((number for number in whole if number not in numbers), None)
+        if lacking is not None:
+            # The shortest number tells whether zeros fill them up.
+            digits = min(map(len, written))
+            lost = folder / f"{name}-{lacking:0{digits}}-of-{size}.parquet"
+            refuse("E-SHARD", f"{lost} is missing; bring it back")
 
 
 @contextmanager

@@ -142,7 +142,10 @@ ROWS = {
     ),
     "together.combining.as_adapters": Row(
         lambda loras, batches: combining.as_adapters(hosts.host(), loras, batches).up,
-        lambda: {"loras": [down_lora(), down_lora("b", 1)], "batches": 3 * [hosts.seen()]},
+        lambda: {
+            "loras": [down_lora(), down_lora("b", 1)],
+            "batches": 3 * [hosts.seen()],
+        },
         settings=("loras",),
         fine={
             "batches[0][input_ids]": "zero",

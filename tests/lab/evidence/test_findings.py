@@ -1,11 +1,15 @@
 """Findings: every sentence, table and point follows from the pools' numbers."""
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from moebook import storage
+from moebook import evaluation, storage
+from moebook.data import tasks
 from moebook.errors import Refusal
 from moebook.lab import papers
 from moebook.lab.evidence import findings, heads
@@ -435,6 +439,8 @@ def test_what_a_head_names_between_braces_is_written_from_the_pools():
         f"{{{CLAIM.value} of 0}}": "52.0 %",
         f"{{{CLAIM.value} less 0.5 in more of 1}}": "+10.0 points",
         f"{{{pair} in lost}}": "(no pool lost on record)",
+        f"{{{pair} in pesc/more}}": "+10.0 points",
+        f"{{gains in size | falls: {pair}}}": "gains in size",
     }.items():
         assert heads.filled(text, pools, "pesc/nano") == written
     for text in (f"{{{pair} in more of 7}}", "{pesc/lost/accuracy}"):
@@ -463,3 +469,127 @@ def test_recorded_benchmarks_stand_beside_chance_and_their_model_card(pools):
     assert float(told["ai2_arc"]) == pytest.approx(both, abs=1e-3)
     assert findings.benchmarks({"nano": every["nano"]}).empty
     assert findings.benchmarks({}).empty
+
+
+def asked(groups, without=()):
+    """Items of benchmarks as `evaluate` gives them, by groups; some tasks have no loss."""
+    parts = []
+    for group, members in groups.items():
+        for rows, task in enumerate(members, 2):
+            right = [float(row == 0) for row in range(rows)]
+            loss = np.nan if task in without else [rows + 1.0] * rows
+            part = pd.DataFrame({"correct": right, "unnormalised": right, "nll": loss})
+            parts.append(part.assign(chance=0.25, task=task, asked=group))
+    return pd.concat(parts, ignore_index=True)
+
+
+def recorded(base, items):
+    """The run that the notebook's own cells record of a base that reaches these items."""
+    values = []
+    curves = []
+
+    def record(name, value, unit, items=None):
+        values.append(Value(name, value, unit, None if items is None else tuple(items)))
+
+    answers = pd.DataFrame({"domain": "text", "task": [*tasks.CATALOGUE], "correct": 1})
+    items.attrs["files"] = {}
+    names = {
+        "base": base,
+        "benchmarks": ",".join(items.asked.unique()),
+        "benchmark_rows": 300,
+        "data_folder": "",
+        "model": None,
+        "tokenizer": None,
+        "before": answers,
+        "after": answers,
+        "history": SimpleNamespace(loss=[2.0, 1.0], step=[1, 2]),
+        "run": SimpleNamespace(
+            record=record,
+            curve=lambda name, y, unit: curves.append(
+                Curve(name, unit, (1, 2), tuple(y))
+            ),
+            files=dict,
+        ),
+        "evaluation": SimpleNamespace(
+            evaluate=lambda *_, **__: items, summary=evaluation.summary
+        ),
+        "plotting": SimpleNamespace(curves=lambda *_, **__: None),
+        "findings": findings,
+        "tasks": tasks,
+        "pd": pd,
+    }
+    path = storage.root() / "notebooks/00_bases.ipynb"
+    cells = {
+        cell["id"]: "".join(cell["source"])
+        for cell in json.loads(path.read_text())["cells"]
+    }
+    (called,) = [line for line in cells["bases-06"].splitlines() if "called =" in line]
+    for part in (called, cells["benchmarks"], cells["bases-19"], cells["bases-23"]):
+        exec(part, names)
+    return Run(
+        "bases", "nano", "cpu", 0, tuple(values), tuple(curves), settings={"base": base}
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "called"),
+    [
+        *((name, name) for name in ("nano", "nano-moe", "mid-moe", "smollm2", "my.2")),
+        ("org/name@0123abc", "org_name_0123abc"),
+        ("/models/my base", "models_my_base"),
+        ("./mine", "mine"),
+        ("../d/mine", "d_mine"),
+        ("~/modèle", "mod_le"),
+        (".", "folder"),
+        ("模型", "folder"),
+    ],
+)
+def test_values_of_every_base_are_recorded_and_its_benchmarks_are_found(base, called):
+    run = recorded(base, asked({"piqa": ["piqa"], "d/own.jsonl": ["own_my own"]}))
+    names = {value.name for value in (*run.values, *run.curves)}
+    assert {f"bases/{called}/{each}" for each in ("loss", "tuned/gcd")} < names
+    assert f"bases/{called}/benchmark/piqa/accuracy" in names
+    found = findings.benchmarks({"nano": Pool("bases", "nano", (run,))})
+    assert found.loc["nano"].loss.to_dict() == {"piqa": "3.000", "d_own.jsonl": "3.000"}
+
+
+@pytest.mark.parametrize("base", ["mine", "d/mine", "d/e/mine"])
+def test_benchmarks_are_found_where_a_run_kept_its_base_as_a_folders_path(base):
+    run = recorded("mine", asked({"piqa": ["piqa"]}))
+    values = [
+        replace(value, name=value.name.replace("bases/mine/", f"bases/{base}/"))
+        for value in run.values
+    ]
+    run = replace(run, values=tuple(values))
+    found = findings.benchmarks({"nano": Pool("bases", "nano", (run,))})
+    assert found.loc["nano"].index.tolist() == ["piqa"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "losses"),
+    [
+        ({"mmlu": ["mmlu_a", "mmlu_b"], "piqa": ["piqa"]}, [3.5, 3.0]),
+        ({"arc_easy": ["arc_easy"]}, [3.0, 3.0]),
+        ({"ai2_arc": ["arc_challenge", "arc_easy"]}, [3.5]),
+        (
+            {"ai2_arc": ["arc_challenge", "arc_easy"], "arc_easy": ["arc_easy"]},
+            [3.5, 3],
+        ),
+        ({"gsm8k": ["gsm8k"]}, [np.nan]),
+        ({"gsm8k": ["gsm8k"], "piqa": ["piqa"]}, [np.nan, 3.0]),
+        ({"both": ["gsm8k", "piqa"]}, [np.nan]),
+    ],
+    ids=str,
+)
+def test_recorded_benchmarks_are_those_of_the_summary_and_a_loss_may_be_missing(
+    groups, losses
+):
+    items = asked(groups, without=["gsm8k"])
+    run = recorded("nano", items)
+    found = findings.benchmarks({"nano": Pool("bases", "nano", (run,))}).loc["nano"]
+    wanted = evaluation.summary(items, "nano")
+    for column in ("accuracy", "normalised", "chance", "rows"):
+        kept = pd.to_numeric(found[column]).reindex(wanted.index)
+        np.testing.assert_allclose(kept, wanted[column], atol=5e-4)
+    given = found.loss.replace("", np.nan).astype(float)
+    np.testing.assert_array_equal(given.sort_index(), losses)

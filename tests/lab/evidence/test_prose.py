@@ -146,6 +146,8 @@ def test_a_number_that_no_longer_fits_its_sentence_stops_with_file_and_sentence(
         ("{colour of pesc/dense/accuracy in pesc/nano}", "E-PROSE"),
         ("{other of pesc/dense/accuracy in pesc/nano}", "E-PROSE"),
         ("{pesc/dense/accuracy less}", "E-PROSE"),
+        ("{pesc/sparse/accuracy less dense in pesc/nano}", "E-PROSE"),
+        ("{pesc.sparse-beats-dense at 1 M over all studies without code}", "E-PROSE"),
     ],
 )
 def test_a_name_that_nothing_has_is_refused_in_one_line(text, code):

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -192,13 +193,22 @@ def test_a_file_that_says_anything_else_is_refused_by_name(path, edit, message):
 
 
 @pytest.mark.parametrize("read", [records.read_run, records.runs.read_head])
-def test_what_a_disk_says_is_not_told_as_damage(path, read, monkeypatch):
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(OSError(number, os.strerror(number)) for number in (errno.EIO, errno.EMFILE)),
+        pa.ArrowMemoryError("malloc of size 4096 failed"),
+    ],
+)
+def test_what_a_disk_or_memory_says_is_not_told_as_damage(
+    path, read, fault, monkeypatch
+):
     def fails(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        raise fault
 
     monkeypatch.setattr(Path, "read_bytes", fails)
     monkeypatch.setattr(records.runs.pq, "read_schema", fails)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(type(fault), match=re.escape(str(fault))):
         read(path)
 
 

@@ -4,12 +4,19 @@ import base64
 import json
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import lxml.html
 import pandas as pd
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from nbformat.v4 import (
+    new_code_cell,
+    new_markdown_cell,
+    new_notebook,
+    new_output,
+    new_raw_cell,
+)
 
 from moebook import storage
 from moebook.lab import records
@@ -195,6 +202,21 @@ def test_pictures_notebooks_and_cells_lose_their_metadata_and_keep_the_rest():
     assert (clean["metadata"], clean["cells"][0]["metadata"]) == ({}, shown)
     assert counts == {"widgets": 1}
     assert "papermill" in notebook.metadata, "the given notebook stays as it was"
+
+
+@pytest.mark.parametrize("new_cell", [new_markdown_cell, new_raw_cell])
+def test_attachments_of_text_cells_go_and_are_counted(new_cell):
+    token = "hf_" + "a1" * 15
+    pasted = {"note.txt": {"text/plain": token}}
+    cells = [
+        new_cell("a", attachments=pasted),
+        new_cell("b", attachments={}),
+        new_cell("c", attachments=pasted),
+    ]
+    clean, counts = publish.clean(new_notebook(cells=cells), FOLDER)
+    assert token not in json.dumps(clean)
+    assert [cell["source"] for cell in clean["cells"]] == ["a", "b", "c"]
+    assert counts == {"attachments": 2}
 
 
 @pytest.mark.parametrize(
@@ -423,9 +445,8 @@ def test_the_readers_run_stands_beside_book_and_paper_with_their_differences(pro
     }
 
 
-def test_a_run_of_a_course_stands_beside_its_pool_by_what_another_seed_would_hardly_give(
-    project,
-):
+def add_course(project, every):
+    """Give a project the pool of a course, of a run's values for each seed."""
     storage.write(
         project / "notebooks" / "01_pesc.class.yaml", "tier: cpu\nsteps: 20\n"
     )
@@ -433,13 +454,18 @@ def test_a_run_of_a_course_stands_beside_its_pool_by_what_another_seed_would_har
         "settings": {"tier": "cpu", "steps": 20},
         "manifest": {"environment": HERE},
     }
-    for seed in range(3):
-        recorded = (
-            *values(0.4 + 0.1 * seed, 0.40),
-            Value("pesc/slow", 1.0 + seed, "seconds"),
-        )
+    for seed, recorded in enumerate(every):
         path = project / "results" / "pesc" / "class" / f"{seed}.parquet"
         records.write_run(path, Run("pesc", "class", "cpu", seed, recorded, **facts))
+
+
+def test_a_run_of_a_course_stands_beside_its_pool_by_what_another_seed_would_hardly_give(
+    project,
+):
+    slow = [Value("pesc/slow", 1.0 + seed, "seconds") for seed in range(3)]
+    add_course(
+        project, [(*values(0.4 + 0.1 * n, 0.40), one) for n, one in enumerate(slow)]
+    )
     shown = (*values(0.96, 0.42), Value("pesc/slow", 900.0, "seconds"))
     lines = compare(reader(project, shown, steps=20), project).splitlines()
     assert lines[1].startswith(
@@ -451,6 +477,27 @@ def test_a_run_of_a_course_stands_beside_its_pool_by_what_another_seed_would_har
         far,
     ], "0.5 give or take 4.303 sqrt(1.333) 0.1"
     assert "at nano" in compare(reader(project, shown), project)
+
+
+def test_what_no_seed_changes_is_no_chance_and_ends_and_counts_are_written_as_they_are(
+    project,
+):
+    counts = [Value(f"pesc/fixed/{n}", 423_912.0, "count") for n in range(19)]
+    shares = [Value("pesc/dense/accuracy", share, "share") for share in (0, 0.01, 0.05)]
+    add_course(project, [(share, *counts) for share in shares])
+    mine = (
+        replace(shares[0], value=0.5),
+        replace(counts[0], value=423_913),
+        *counts[1:],
+    )
+    lines = compare(reader(project, mine, steps=20), project).splitlines()
+    # One value of twenty varies: 0.05 of it would lie outside by chance, and not a whole one.
+    assert lines[-3].startswith("2 of 20 values lie where")
+    assert lines[-3].endswith("about 0 would by chance")
+    # 0.02 give or take 4.303 sqrt(1.333) 0.02646, and no share is below 0.
+    assert lines[-2].endswith("0.02 share, another seed from 0 to 0.1514")
+    pair = "yours 423,913 | book's 423,912 count, with every seed"
+    assert lines[-1] == f"pesc/fixed/0: {pair}"
 
 
 def test_of_several_pools_of_a_tier_that_of_the_nearest_parameters_stands_beside(

@@ -12,6 +12,7 @@ from moebook import lists
 from moebook.intervals import sees
 from moebook.lab.evidence import heads
 from moebook.lab.records import Run, Value, write_run
+from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAD = """\
@@ -97,6 +98,30 @@ def test_what_changed_after_the_first_run_is_named(project, old, new, names):
     path.write_text(path.read_text().replace(old, new))
     said = facts(project).get("Changed after its first run", "")
     assert said == ("Smallest effect of interest" if names is None else names)
+
+
+@pytest.mark.parametrize(
+    ("spread", "smallest", "said"),
+    [
+        ("other", "0.5 nats a token", "100% with 4 seeds"),
+        ("other", "small", "E-CONFIG: 'Smallest .*: small': expected a number first"),
+        ("other: pesc/a/nll", "0.5", "E-CONFIG: .*expected two seeds .*, has 0"),
+        ("other: pesc/a/nll less pesc/c/nll", "0.5", "E-CONFIG: .*, has 0"),
+        ("single", "0.5", "E-CONFIG: 'Spread .*: single': expected two .*, has 1"),
+    ],
+)
+def test_the_chance_is_simulated_from_several_seeds_or_refused(
+    project, spread, smallest, said
+):
+    for seed in range(3):
+        add_run(project, seed, protocol="other", a=1.0 + seed / 100)
+    add_run(project, 0, protocol="single")
+    changed = HEAD.replace(": other", f": {spread}").replace(": 0.5", f": {smallest}")
+    (project / PATH).write_text(changed)
+    if said.startswith("E-"):
+        refused(said, facts, project)
+    else:
+        assert facts(project)["Chance to see it"] == said
 
 
 def test_a_pool_says_how_many_seeds_it_lacks_and_what_came_later(project):

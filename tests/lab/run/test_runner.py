@@ -19,7 +19,7 @@ from moebook import runtime, storage
 from moebook.errors import Refusal
 from moebook.lab import records
 from moebook.lab.records import Value, store
-from moebook.lab.run import runner, study
+from moebook.lab.run import runner, sources, study
 from moebook.lab.run.publish import code_cells
 from moebook.lab.run.runner import run_notebook
 from moebook.lab.run.session import GLUE, NOTE
@@ -319,6 +319,17 @@ def test_an_interrupted_run_leaves_nothing(fresh, light, number, code):
     assert (process.returncode, staged) == (code, [])
     assert told == "interrupted; nothing half-written was left\n"
     assert _files(fresh) == before
+
+
+def test_seconds_that_an_earlier_attempt_found_done_are_not_counted_again(fresh):
+    request = runner.Request(sources.find(fresh, "toy"), "smoke", fresh)
+    training = request.resume / "of-the-rows"
+    (training / "step-4").mkdir(parents=True)
+    (training / runtime.FOUND).write_text("12.5")
+    with runner._place(request):
+        assert [path.name for path in training.iterdir()] == ["step-4"]
+    with runner._place(request):  # nor is there any need of one
+        assert training.is_dir()
 
 
 TRAIN = """\

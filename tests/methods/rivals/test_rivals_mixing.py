@@ -13,6 +13,7 @@ from moebook.methods import rocket
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rocket.loras import Lora
 from moebook.models.checkpoint import fingerprint
+from tests.refusals import refused
 
 
 def scalar(name, a, b, alpha=1.0):
@@ -210,3 +211,31 @@ def test_mean_nats_are_those_of_the_labels_in_any_batch(model, rows):
     assert training.nats(model, rows, batch=5) == pytest.approx(
         torch.cat(nats).mean().item(), rel=1e-5
     )
+
+
+@pytest.mark.parametrize("mix", ["factors", "outputs", "root"])
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_merged_lora_has_the_base_that_any_of_them_tells(order, mix):
+    made = {"a": scalar("a", 1.0, 2.0), "b": scalar("b", 3.0, 4.0)}
+    bank = {name: made[name] for name in order}
+    assert mixing.merged(bank, torch.ones(2), mix=mix).base is None
+    bank["b"] = replace(bank["b"], base="f" * 64)
+    assert mixing.merged(bank, torch.ones(2), mix=mix).base == "f" * 64
+
+
+def test_a_mix_of_another_name_and_weights_that_are_no_tensor_are_refused():
+    bank = {"a": scalar("a", 1.0, 2.0), "b": scalar("b", 3.0, 4.0)}
+    call = (mixing.merged, bank)
+    refused("E-CHOICE: mix is 'mean', expected", *call, torch.ones(2), mix="mean")
+    for weights in ([0.5, 0.5], {"l": [0.5, 0.5]}, 0.5):
+        refused("E-TYPE: weights", *call, weights, mix="root")
+
+
+@pytest.mark.parametrize("mix", ["factors", "outputs", "root"])
+@pytest.mark.parametrize("widths", [(2, 1), (1, 2)])
+def test_loras_of_layers_of_other_widths_are_not_mixed(widths, mix):
+    width, out = widths
+    other = Lora("b", 1, 1.0, {"l": torch.ones(1, width)}, {"l": torch.ones(out, 1)})
+    bank = {"a": scalar("a", 1.0, 2.0), "b": other}
+    words = r"E-SHAPE: 'a' and 'b': l is \[D, O\] = \[1, 1\] and "
+    refused(words, mixing.merged, bank, torch.ones(2), mix=mix)

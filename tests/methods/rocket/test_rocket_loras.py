@@ -435,3 +435,26 @@ def test_a_lora_that_is_not_finite_is_refused_where_it_is_made(
     changes, message, model, lora
 ):
     refused(message, lora, model, "one", 0, **changes)
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bool]
+)
+@pytest.mark.parametrize("part", ["down", "up"])
+def test_factors_of_8_bits_are_refused_by_their_dtype(part, kind):
+    factors = {"down": {"l": torch.ones(1, 3)}, "up": {"l": torch.ones(2, 1)}}
+    factors[part]["l"] = factors[part]["l"].to(kind)
+    words = f"E-DTYPE: {part}.l is .*expected floating-point numbers of 16 bits"
+    refused(words, loras.Lora, "one", 1, 1.0, **factors)
+
+
+@pytest.mark.parametrize("widths", [(4, 5), (3, 6)])
+def test_loras_of_layers_of_other_widths_do_not_stand_in_one_group(widths):
+    def made(name, width, out):
+        return loras.Lora(
+            name, 1, 1.0, {"l": torch.ones(1, width)}, {"l": torch.ones(out, 1)}
+        )
+
+    loras.check_alike([made("a", 3, 5), made("b", 3, 5)])
+    words = r"E-SHAPE: 'a' and 'b': l is \[D, O\] = \[3, 5\] and "
+    refused(words, loras.check_alike, [made("a", 3, 5), made("b", *widths)])

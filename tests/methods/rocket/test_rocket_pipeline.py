@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moebook import evaluation, models
+from moebook.data import tasks
 from moebook.errors import Refusal
 from moebook.experiments import pipeline, targets
 from moebook.experiments import rocket as compared
@@ -137,6 +138,25 @@ def test_a_case_holds_its_shots_scores_and_only_missing_rationales(
     assert rationales == expected | {shots[0]["prompt"]: "Because."}
 
 
+def test_shots_of_a_users_file_are_judged_by_its_task(
+    world, shots, tmp_path, monkeypatch
+):
+    model, tokenizer, bank, _, config = world
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "a", "answer": "x"}\n')
+    task = tasks.Task.from_jsonl(file, compare="verb", max_new_tokens=5)
+    rows = [{**row, "task": "own_mine", "answer": "Opens it"} for row in shots]
+    monkeypatch.setattr(
+        rocket.score,
+        "generate",
+        lambda *_, limit: ["opens" if most == 5 else "" for most in limit],
+    )
+    call = (model, tokenizer, bank, Words(), rows, config)
+    for own, right in (({"own_mine": task}, True), ({}, False)):
+        case = score_bank(*call, task="own_mine", seed=0, own=own)
+        assert (case.solved == right).all(axis=None)
+
+
 def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_seed(
     world,
 ):
@@ -159,6 +179,7 @@ def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_s
     assert pipeline.experts(case, alone, "abcd", best="") == (first, first)
     assert set(experts(members="abc")) <= set("abc")
     refused(r"E-CHOICE: by\.0 is 'luck'", experts, ("luck",))
+    refused("E-CHOICE: rankings is .* ranks single LoRAs", experts, ("diversity",))
     draws = drawn()
     assert draws == drawn("dcba") != drawn(task="b")
     assert len(set(draws)) > 1

@@ -1,5 +1,6 @@
 """Perplexities against transformers one sample at a time; accuracies; packs; rationales."""
 
+import json
 import math
 from functools import partial
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from moebook.data import IGNORED, encode, templates
+from moebook.data import IGNORED, encode, tasks, templates
 from moebook.errors import Refusal
 from moebook.kernels import matmul
 from moebook.methods.rocket import loras
@@ -92,13 +93,57 @@ def test_a_right_number_is_right_in_other_words(model, bank, tokenizer, monkeypa
     texts = ["In all 500 + 524 = 1024 clips.", "1,024", "1024 in May, so 24"]
     limits = set()
     monkeypatch.setattr(
-        scoring, "generate", lambda *_, limit: limits.add(limit) or texts
+        scoring, "generate", lambda *_, limit: limits.update(limit) or texts
     )
     solved = scoring.accuracy(model, tokenizer, bank, rows)
     assert solved.to_numpy().tolist() == [[True, True, False]] * 4
     assert limits == {256}
     for order in scoring.ORDERS:
         assert scoring.expand(rows, order=order)[0]["answer"].count("<<48/2=24>>") == 1
+
+
+@pytest.mark.parametrize(
+    ("compare", "right"),
+    [
+        (
+            None,
+            [True, False, False, True],
+        ),  # "exact": an answer of the file has two lines
+        ("first_line", [True, False, True, True]),
+        ("verb", [True, True, True, True]),
+    ],
+)
+def test_rows_of_a_users_file_are_judged_and_cut_by_its_own_task_each_by_its_limit(
+    compare, right, model, bank, tokenizer, tmp_path, monkeypatch
+):
+    answers = ["Opens a\nfile.", "Opens it", "Opens a"]
+    rows = [{"prompt": str(n), "answer": text} for n, text in enumerate(answers)]
+    file = tmp_path / "verbs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = tasks.Task.from_jsonl(file, compare=compare, max_new_tokens=7)
+    own = [{"task": "own_verbs", **row} for row in rows]
+    known = {"task": "gcd", "prompt": "4 and 6?", "answer": "2"}
+    told = ["Opens a\nfile.", "Opens that", "Opens a\nline", "2"]
+    asked = []
+    monkeypatch.setattr(
+        scoring, "generate", lambda *_, limit: asked.append([*limit]) or told
+    )
+    shots = [*own, known, {"prompt": "5", "answer": "6"}]
+    told.append("7")
+    solved = scoring.accuracy(model, tokenizer, bank, shots, own={"own_verbs": task})
+    assert solved.loc["a"].tolist() == [*right, False]
+    assert asked == [[7, 7, 7, tasks.KNOWN["gcd"].max_new_tokens, 64]] * 4
+    scoring.accuracy(model, tokenizer, bank, shots, limit=3)
+    assert asked[-1] == [3] * 5
+
+
+def test_each_context_is_continued_to_its_own_limit(model, tokenizer):
+    contexts = [[0, 5, 6], [0, 7], [0, 8, 9, 10]]
+    alone = [
+        scoring.generate(model, tokenizer, [ids], limit=most)[0]
+        for ids, most in zip(contexts, (5, 1, 3), strict=True)
+    ]
+    assert scoring.generate(model, tokenizer, contexts, limit=[5, 1, 3]) == alone
 
 
 def test_scores_are_equations_4_and_5():

@@ -192,6 +192,13 @@ def test_what_cannot_be_selected_from_is_refused():
             r"E-BANK: .* 6 scored LoRAs, candidates \(M\) is 8",
         ),
         (scores, cosines, six, ["loss"], "E-CHOICE: rankings.0 is 'loss'"),
+        (
+            scores,
+            cosines,
+            six,
+            ["diversity"],
+            r"E-CHOICE: rankings is \['diversity'\].*: add perplexity or accuracy",
+        ),
         (scores, cosines.iloc[1:, 1:], six, None, "E-BANK: no similarity is known for"),
         (
             scores,

@@ -177,6 +177,46 @@ def test_a_shard_that_has_lost_rows_is_named_when_they_are_read(tmp_path, monkey
     refused(message, shards.read, folder, np.array([100, 101]))
 
 
+def series(folder, names):
+    folder.mkdir()
+    for name in names:
+        pq.write_table(pa.table({"prompt": [name]}), folder / f"{name}.parquet")
+    return sorted(names)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"part-{n}-of-12" for n in range(12)],
+        [f"part-{n:02}-of-12" for n in range(12)],
+        [f"part-{n}-of-3" for n in (1, 2, 3)],
+        [f"part-{n:05}-of-00003" for n in (1, 2, 3)],
+        ["one-0-of-1", "two-1-of-1", "x-0-of-2", "x-1-of-2", "other"],
+    ],
+)
+def test_a_whole_series_is_read_however_its_files_are_numbered(names, tmp_path):
+    written = series(tmp_path / "open", names)
+    rows = shards.read(tmp_path / "open", np.arange(len(names)))
+    assert [row["prompt"] for row in rows] == written
+
+
+@pytest.mark.parametrize(
+    ("names", "lost"),
+    [
+        ([f"part-{n}-of-12" for n in range(12) if n != 10], "part-10-of-12"),
+        ([f"part-{n}-of-12" for n in range(11)], "part-11-of-12"),
+        ([f"part-{n:02}-of-12" for n in range(1, 12)], "part-00-of-12"),
+        ([f"part-{n}-of-3" for n in (1, 3)], "part-2-of-3"),
+        (["x-0-of-1", "x-0-of-2"], "x-1-of-2"),
+        (["x-0-of-999999999999999"], "x-1-of-999999999999999"),
+    ],
+)
+def test_of_a_series_that_lacks_a_file_it_is_named(names, lost, tmp_path):
+    series(tmp_path / "open", names)
+    words = rf"E-SHARD: \S+/{lost}.parquet is missing; bring it back"
+    refused(words, shards.read, tmp_path / "open", np.array([0]))
+
+
 def test_shards_that_hold_no_embeddings_as_the_shots_are_refused(tmp_path):
     def choose(name, column, config=CONFIG, **more):
         (tmp_path / name).mkdir()
