@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from moebook.errors import Refusal, refuse
 from moebook.lab import papers
 from moebook.lab.papers.printed import FROZEN, SIZED, WRITTEN, frozen_hash
 
@@ -46,6 +47,14 @@ def _history(folder: Path, name: str) -> list[tuple[str, list[dict[str, Any]]]]:
     Until November 2026 the papers stood outside the laboratory.
     """
     git = ["git", "-C", str(folder)]
+    shallow = subprocess.run(
+        [*git, "rev-parse", "--is-shallow-repository"],
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    )
+    if shallow.stdout.strip() == "true":
+        refuse("E-GIT", "the history is cut off here: run git fetch --unshallow first")
     places = [f"moebook/lab/{name}", f"moebook/{name}"]
     log = subprocess.run(
         [*git, "log", "--reverse", "--format=%H %ct", "--", *places],
@@ -62,6 +71,8 @@ def _history(folder: Path, name: str) -> list[tuple[str, list[dict[str, Any]]]]:
             encoding="utf-8",
             check=True,
         )
+        if not listed.stdout:  # it was taken away, as by a revert
+            continue
         (path,) = listed.stdout.split()
         shown = subprocess.run(
             [*git, "show", f"{commit}:{path}"],
@@ -91,4 +102,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except Refusal as refusal:
+        print(refusal, file=sys.stderr)
+        sys.exit(2)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from moebook import storage
 from moebook.errors import refuse
 from recipes.families import FAMILIES
 
@@ -109,7 +110,10 @@ def _is_number(gloss: str) -> bool:
 
 
 def translations(seed: int) -> Iterator[str]:
-    """Yield an English lemma with its translation; number words are left out."""
+    """Yield an English lemma with its translation, without number words that `_is_number` knows.
+
+    It does not know all: "being ten more than ninety" says nothing of a number.
+    """
     rng = Random(seed)
     english = {
         key: lemmas[0] for key, lemmas, gloss in _synsets() if not _is_number(gloss)
@@ -198,7 +202,7 @@ def write(
             tokens[f"{source}.{part}"] = len(piece)
     facts = {"packages": versions(), "seed": seed, "sha256": digest.hexdigest()}
     described: dict[str, Any] = {"tokens": tokens} | facts
-    (folder / "corpus.json").write_text(json.dumps(described, indent=1))
+    storage.write(folder / "corpus.json", json.dumps(described, indent=1))
     return described
 
 

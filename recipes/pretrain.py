@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from moebook import storage
 from moebook.errors import Refusal, refuse
 from moebook.kernels import balance_loss
 from moebook.models import checkpoint
@@ -84,6 +86,12 @@ class Recipe:
                 refuse(
                     "E-CONFIG", f"mixture must name {known} and sum to 1, got {mixture}"
                 )
+        for phase in self.phases:
+            lacking = sorted({"steps", "rows", "length"} - phase.keys())
+            if lacking:
+                refuse("E-CONFIG", f"a phase has no {lacking[0]}: {phase}")
+        if self.warmup < 1:
+            refuse("E-CONFIG", f"warmup is {self.warmup}, expected 1 step or more")
 
     @classmethod
     def read(cls, path: Path) -> Recipe:
@@ -143,6 +151,17 @@ def train_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         **SPECIAL,
     )
+
+
+def _keep(recipe: Path, work: Path) -> Path:
+    """Keep a recipe as it is now beside what is made by it; another one's folder is refused."""
+    kept = work / "recipe.yaml"
+    text = recipe.read_text(encoding="utf-8")
+    if kept.is_file() and kept.read_text(encoding="utf-8") != text:
+        fix = "name a new folder, or bring the recipe back"
+        refuse("E-EXISTS", f"{work} was begun by another recipe than {recipe}; {fix}")
+    storage.write(kept, text)
+    return kept
 
 
 def prepare(
@@ -262,17 +281,16 @@ class _Run:
         groups = zip(
             self.weights, *(copy.parameters() for copy in self.copies), strict=True
         )
-        pieces = (
-            torch.from_numpy(ids)
-            .to(self.model.device)
-            .split(max(1, self.tokens // length))
-        )
+        height = min(rows, max(1, self.tokens // length))
+        pieces = torch.from_numpy(ids).to(self.model.device).split(height)
         shares = [pieces[thread :: self.threads] for thread in range(self.threads)]
-        total = sum(self.pool.map(self._backward, self.copies, shares)) / len(pieces)
+        work = self.pool.map(self._backward, self.copies, shares, repeat(height))
+        # Pieces of full height; the last may be a part of one.
+        count = rows / height
+        total = sum(work) / count
         for weight, *copies in groups:
-            weight.grad = torch.stack([copy.grad for copy in copies]).float().sum(
-                0
-            ) / len(pieces)
+            gradients = torch.stack([copy.grad for copy in copies]).float()
+            weight.grad = gradients.sum(0) / count
         if not np.isfinite(total):
             refuse("E-NONFINITE", f"pretraining: loss {total} at step {self.step}")
         torch.nn.utils.clip_grad_norm_(self.weights, self.recipe.clip)
@@ -283,16 +301,22 @@ class _Run:
         self.losses.append(total)
         self.seconds += time.perf_counter() - started
 
-    def _backward(self, copy: PreTrainedModel, pieces: list[torch.Tensor]) -> float:
-        """Accumulate the gradient of the pieces' losses on a copy of the weights as they are."""
+    def _backward(
+        self, copy: PreTrainedModel, pieces: list[torch.Tensor], height: int
+    ) -> float:
+        """Accumulate the gradient of the pieces' losses on a copy of the weights as they are.
+
+        A piece counts by its rows, 1 with the full height.
+        """
         for mine, weight in zip(copy.parameters(), self.weights, strict=True):
             mine.data.copy_(weight.detach())
             mine.grad = torch.zeros_like(mine)
         total = 0.0
         for piece in pieces:
             loss, objective = loss_of(copy, piece, self.recipe.balance)
-            objective.backward()
-            total += loss.item()
+            weight = len(piece) / height
+            (weight * objective).backward()
+            total += weight * loss.item()
         return total
 
     def save(self, path: Path) -> None:
@@ -380,6 +404,7 @@ def pretrain(
             "E-EXISTS", f"{out} exists already; name a new folder for the finished base"
         )
     work.mkdir(parents=True, exist_ok=True)
+    kept = _keep(recipe_file, work)
     tokenizer, described = prepare(recipe, work)
     run = _Run(recipe, dtype, resolve_device(device))
     path = work / "checkpoint.safetensors"
@@ -396,5 +421,5 @@ def pretrain(
     finally:
         torch.set_num_threads(run.threads)
     if end == recipe.steps:
-        run.finish(tokenizer, recipe_file, work, out, described)
+        run.finish(tokenizer, kept, work, out, described)
     return run.losses

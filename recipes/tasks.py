@@ -43,7 +43,7 @@ FAMILIES = {
     "open hardware": "cern tapr",
 }
 FREE = "Permissive|Copyleft|Copyleft Limited|Public Domain"
-KINDS = {  # ten of WordNet's synsets and what lies below them
+KINDS = {  # WordNet's synsets of ten kinds, and what lies below them
     "00015388": "animal",
     "00017222": "plant",
     "00021265": "food",

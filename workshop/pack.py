@@ -17,6 +17,7 @@ from pathlib import Path
 from moebook import storage
 from moebook.errors import Refusal, refuse
 from moebook.lab.run.sources import size
+from moebook.storage import folders
 from workshop import editions, pdf, slides
 
 README = """# moebook, workshop pack
@@ -35,28 +36,31 @@ set -e
 here=$(cd "$(dirname "$0")" && pwd)
 venv=${1:-$here/moebook-venv}
 "${PYTHON:-python3}" -m venv "$venv"
-pip="$venv/bin/pip install --disable-pip-version-check -q --no-index"
-$pip --find-links "$here/wheelhouse" moebook jupyterlab
-$pip --find-links "$here/wheelhouse" --no-deps -r "$here/requirements.nodeps.lock"
+install() {
+  "$venv/bin/pip" install -q --disable-pip-version-check \\
+    --no-index --find-links "$here/wheelhouse" "$@"
+}
+install moebook jupyterlab
+install --no-deps -r "$here/requirements.nodeps.lock"
 """
 TRIAL = """set -e
-sh $PACK/install.sh $HOME/venv
-cd $HOME
+sh "$PACK/install.sh" "$HOME/venv"
+cd "$HOME"
 venv/bin/moebook doctor
 venv/bin/moebook run routing --on smoke
 venv/bin/jupyter lab --version
 """
-OFFLINE = [
-    "unshare",
-    "--map-root-user",
-    "--net",
-]  # a network without so much as a loopback
+# A network without so much as a loopback.
+OFFLINE = ["unshare", "--map-root-user", "--net"]
 
 
 def main(folder: Path) -> Path:
-    """Make the pack, try it, print the size of each part."""
+    """Make the pack, try it, print the size of each part; until then the old one stays."""
     html = folder / "_build" / "html"
-    pack = folder / "_build" / "pack"
+    pack = folder / "_build" / ".pack.new"
+    if shutil.which(OFFLINE[0]) is None:
+        what = f"the pack is tried without a network, by {OFFLINE[0]} (util-linux)"
+        refuse("E-DEP", f"{what}, which is not installed")
     if not (html / "index.html").is_file():
         refuse("E-BOOK", f"no book in {html}; run: make book")
     shutil.rmtree(pack, ignore_errors=True)
@@ -77,11 +81,16 @@ def main(folder: Path) -> Path:
         total = sum(path.stat().st_size for path in files)
         print(f"{size(total):>8}  {part.name}", flush=True)
     attempt(pack)
-    return pack
+    made = pack.with_name("pack")
+    folders.mend(made)
+    folders.put(pack, made)
+    return made
 
 
 def wheels(folder: Path, target: Path) -> None:
     """Fill the wheelhouse by the locks; torch must be built for the CPU."""
+    # A build before left there what has gone since, and the wheel would hold it.
+    shutil.rmtree(folder / "build", ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     locked = folder / "requirements.lock"
     _run([*pip, "wheel", "-w", str(target), "-r", str(locked)], "the wheelhouse")

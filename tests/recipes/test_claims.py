@@ -8,6 +8,7 @@ import pytest
 from moebook import storage
 from moebook.lab.papers.printed import FOLDER, WRITTEN
 from recipes import claims
+from tests.refusals import refused
 
 FIRST = "3231a0c"  # the commit that began with claims
 
@@ -19,6 +20,31 @@ def test_the_record_of_when_claims_were_written_is_that_of_the_history():
     recorded = storage.read_json(Path(FOLDER / WRITTEN))
     found = claims.written()
     assert {name: found.get(name) for name in recorded} == recorded
+
+
+def test_a_file_may_be_taken_away_and_a_history_that_is_cut_off_is_refused(tmp_path):
+    def git(*words, place=tmp_path / "whole"):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *who, *words], cwd=place, check=True)
+
+    (tmp_path / "whole").mkdir()
+    git("init", "-q")
+    name = "papers/pesc/claims.yaml"
+    listed = tmp_path / "whole" / "moebook" / "lab" / name
+    listed.parent.mkdir(parents=True)
+    for turn in range(2):
+        listed.write_text("- {id: pesc.a}")
+        git("add", ".")
+        git("commit", "-qm", "here")
+        if not turn:
+            git("rm", "-q", str(listed))
+            git("commit", "-qm", "gone")
+            listed.parent.mkdir(parents=True, exist_ok=True)
+    versions = claims._history(tmp_path / "whole", name)
+    assert [entries for _, entries in versions] == 2 * [[{"id": "pesc.a"}]]
+    whole = f"file://{tmp_path / 'whole'}"
+    git("clone", "-q", "--depth", "1", whole, "cut", place=tmp_path)
+    refused("E-GIT: .*unshallow", claims._history, tmp_path / "cut", name)
 
 
 def test_a_claim_has_stood_since_the_commit_that_made_it_what_it_is(

@@ -116,6 +116,39 @@ def test_an_interrupted_run_ends_as_a_whole_one_with_a_base_that_loads(
     refused("E-EXISTS", run, recipe, "whole")
 
 
+def test_a_folder_goes_on_by_its_own_recipe_alone_and_seals_that(recipe, monkeypatch):
+    run(recipe, "parts", steps=4)
+    before = recipe.read_text()
+    recipe.write_text(yaml.safe_dump(RECIPE | {"learning_rate": 2e-2}))
+    refused("E-EXISTS: .*parts was begun by another recipe", run, recipe, "parts")
+    recipe.write_text(before)
+    save = pretraining._Run.save
+
+    def edited_meanwhile(*given):
+        recipe.write_text(yaml.safe_dump(RECIPE | {"learning_rate": 9.0}))
+        save(*given)
+
+    monkeypatch.setattr(pretraining._Run, "save", edited_meanwhile)
+    run(recipe, "parts")
+    sealed = recipe.parent / "parts" / "out" / "recipe.yaml"
+    assert sealed.read_text() == before
+
+
+def test_a_loss_in_uneven_pieces_is_that_of_all_rows(recipe):
+    rows = {"phases": [{"steps": 1, "rows": 5, "length": 16}]}
+    recipe.write_text(yaml.safe_dump(RECIPE | rows))
+    read = pretraining.Recipe.read(recipe)
+    pretraining.prepare(read, recipe.parent / "work")
+    parts = pretraining.streams(recipe.parent / "work", "train")
+    losses = []
+    for tokens in (4 * 16, 5 * 16):  # pieces of four rows and one, or of all at once
+        one = pretraining._Run(read, torch.float32, torch.device("cpu"))
+        one.tokens = tokens
+        one.advance(parts)
+        losses.append([*one.losses, *one.weights[0].grad.flatten().tolist()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6)
+
+
 def test_phases_follow_one_another_and_bad_recipes_and_numbers_of_steps_are_refused(
     recipe,
 ):
@@ -130,6 +163,8 @@ def test_phases_follow_one_another_and_bad_recipes_and_numbers_of_steps_are_refu
         {"mixture": {"unknown": 1.0}},
         {"surplus": 1},
         {"clip": "1"},
+        {"warmup": 0},
+        {"phases": [{"steps": 6, "length": 16}]},
         {"phases": [PHASES[0] | {"mixture": {"sums": 0.5}}]},
     ]:
         recipe.write_text(yaml.safe_dump(RECIPE | change))
