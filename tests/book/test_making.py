@@ -169,10 +169,15 @@ RUN = records.Run(
 )
 
 
-def copy_of_a_run(sentence="One.", heading="# A toy", comment="", mean=1.0):
+def copy_of_a_run(sentence="One.", heading="# A toy", comment="", mean=1.0, tags=()):
     """An executed notebook: text, and a cell that printed a number."""
     printed = new_output("stream", name="stdout", text=f"{mean}\n")
-    code = new_code_cell(f"print(mean){comment}", id="code", outputs=[printed])
+    code = new_code_cell(
+        f"print(mean){comment}",
+        id="code",
+        outputs=[printed],
+        metadata={"tags": [*tags]},
+    )
     text = new_markdown_cell(f"{heading}\n\n{sentence}", id="text")
     return json.dumps(new_notebook(cells=[text, code]))
 
@@ -194,7 +199,13 @@ def test_a_sentence_of_a_notebook_concerns_its_own_page_alone(pages):
     assert found(other_copy, sentence="Two.") == before
     slower = replace(RUN, manifest={**RUN.manifest, "seconds": 2.0})
     assert found(slower)[0] != before[0]
-    for change in ({"heading": "# Toys"}, {"comment": "  # of all"}, {"mean": 2.0}):
+    for change in (
+        {"heading": "# Toys"},
+        {"heading": "# A toy\n\n## Toys"},
+        {"comment": "  # of all"},
+        {"mean": 2.0},
+        {"tags": ["remove-input"]},
+    ):
         assert not set(found(**change)) & set(before), change
 
 

@@ -140,6 +140,7 @@ def test_other_requests_are_answered_too(site, capfd, line, status):
 
 
 def test_idle_browsers_hold_so_many_threads_and_for_a_time(site, monkeypatch, capfd):
+    assert serving.Page.timeout == serving.PATIENCE
     monkeypatch.setattr(serving.Page, "timeout", 0.5)
     before = threading.active_count()
     most = 0

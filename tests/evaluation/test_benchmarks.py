@@ -162,12 +162,14 @@ def test_asked_in_a_chat_format_an_answer_is_as_likely_as_after_a_training_promp
 
 
 def test_the_standard_error_is_that_of_a_share_and_unknown_scores_are_left_empty():
-    table = pd.DataFrame(
-        {"asked": "piqa", "task": "piqa", "correct": [1, 1, 1, 0] * 25}
-    )
-    table = table.assign(unnormalised=table.correct, chance=0.5)
+    tasks = ["a"] * 100 + ["b"] * 50
+    correct = [1, 1, 1, 0] * 25 + [1, 0] * 25
+    table = pd.DataFrame({"asked": "piqa", "task": tasks, "correct": correct})
+    table = table.assign(unnormalised=1.0, chance=0.5)
     line = evaluation.summary(table, "smollm2").loc["piqa"]
-    assert line["its standard error"] == pytest.approx((0.75 * 0.25 / 99) ** 0.5)
+    # Shares of 3/4 and 1/2, whose mean has half the error of their sum.
+    squares = 0.75 * 0.25 / 99 + 0.5 * 0.5 / 49
+    assert line["its standard error"] == pytest.approx(squares**0.5 / 2)
     assert line.published == pytest.approx(0.663)
     assert evaluation.summary(table, "nano").published.isna().all()
 

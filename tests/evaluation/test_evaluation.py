@@ -578,7 +578,7 @@ def test_what_is_not_there_is_refused(
     refused(words, evaluation.evaluate, llama, tokenizer, names, **given)
 
 
-def test_a_lack_of_a_package_or_a_metric_is_refused_as_such(
+def test_a_lack_of_a_package_a_metric_or_data_is_refused_as_such(
     llama, tokenizer, monkeypatch
 ):
     script = "Couldn't find a module script at code_eval.py. Module 'code_eval' doesn't exist"
@@ -590,6 +590,7 @@ def test_a_lack_of_a_package_or_a_metric_is_refused_as_such(
     for error, words in (
         (None, "E-OFFLINE: .* metric 'acc' is not here"),
         (FileNotFoundError(script), "E-OFFLINE: .* its metric is not here .*code_eval"),
+        (FileNotFoundError("no rows"), "E-OFFLINE: .* its data are not here"),
         (
             ModuleNotFoundError("No module named 'langdetect'"),
             "E-DEP: .*a package: .*langdetect",

@@ -120,6 +120,14 @@ def test_pairs_are_shown_in_both_orders(endpoint, tmp_path):
     endpoint.answers = lambda *_: (200, '{"better": "first"}')  # whatever stands first
     assert made(tmp_path / "biased").prefers("law", pairs) == [0.0, 0.0, 0.0]
 
+    def half(prompt, _):
+        """Find the right answer where it stands first alone."""
+        right = part(prompt, "first") == part(prompt, "reference")
+        return (200, json.dumps({"better": "first" if right else "equal"}))
+
+    endpoint.answers = half
+    assert made(tmp_path / "half").prefers("law", pairs) == [0.0, 0.0, 0.0]
+
 
 @pytest.mark.parametrize(
     "first", [(500, ""), (429, ""), (200, "I would say nine."), ("raw", "<html>")]

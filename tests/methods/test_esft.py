@@ -317,14 +317,14 @@ def test_cooccurrence_equals_a_naive_count(mixture, batch):
         )
     model(**batch)
     real = batch["attention_mask"].flatten().tolist()
-    counted = esft.cooccurrence(model, [batch])
+    counted = esft.cooccurrence(model, [batch, batch])
     assert counted.keys() == calls.keys() == {1, 2}
     for layer, ids in calls.items():
         want = torch.zeros(8, 8).double()
         for token, chosen in enumerate(ids.tolist()):
             for i, j in permutations(chosen, 2):
                 want[i, j] += real[token]
-        assert torch.equal(counted[layer], want)
+        assert torch.equal(counted[layer], 2 * want)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -260,13 +260,17 @@ def test_costs_are_those_of_the_tensors_that_train(mixture, rows):
 
 
 def scores(*rows):
-    table = {layer: torch.tensor(row).double() for layer, row in enumerate(rows)}
-    return esft.Scores(table, table)
+    """Gate scores of layers; by tokens the last expert alone is ever chosen."""
+    gate = {layer: torch.tensor(row).double() for layer, row in enumerate(rows)}
+    token = {layer: torch.eye(len(row)).double()[-1] for layer, row in gate.items()}
+    return esft.Scores(token, gate)
 
 
 def test_half_mass_concentration_overlap_and_switches_of_scores_worked_by_hand():
     given = scores([0.6, 0.2, 0.1, 0.1], [0.25] * 4, [0.1, 0.4, 0.2, 0.3])
     assert esft.half_mass(given) == {0: 0.25, 1: 0.5, 2: 0.5}
+    # Half of 0.4 is 0.2: the best has 0.12, the best two have 0.22.
+    assert esft.half_mass(scores([0.08, 0.1, 0.1, 0.12])) == {0: 0.5}
     shares = esft.concentration(scores([0.1, 0.2, 0.1, 0.0], [0.0, 0.0, 0.0, 1.0]))
     # Each layer ranks its experts by itself; then the mean.
     assert shares == pytest.approx([0.75, 0.125, 0.125, 0])
@@ -285,14 +289,19 @@ def test_half_mass_concentration_overlap_and_switches_of_scores_worked_by_hand()
     fewer = {"b": scores([0.6, 0.4], [0.6, 0.4])}
     refused("E-SHAPE: .*'b' are of 2 experts", esft.overlap, {"a": first}, fewer, 1)
     # Two experts reach 0.6, whichever is the better; of the total of 0.8 that one does alone.
-    pooled = {"tokens": scores([0.5, 0.2, 0.1]), "samples": scores([0.1, 0.5, 0.2])}
+    # In the second layer expert 0 alone reaches 0.6, of whatever total.
+    alike = [0.7, 0.1, 0.0]
+    pooled = {
+        "tokens": scores([0.5, 0.2, 0.1], alike),
+        "samples": scores([0.1, 0.5, 0.2], alike),
+    }
     table = esft.switches(pooled, {"gate": 0.6})
-    # Experts 0 and 1 before; then 1 and 2, 0 alone, 1 alone.
+    # In the first, experts 0 and 1 before; then 1 and 2, 0 alone, 1 alone.
     differ = {"within_samples": 2, "share_of_the_total": 1, "paper": 1}
     assert table["experts that differ"].loc["gate"].to_dict() == differ
     assert (
         table[["layers that differ", "share of layers"]].to_numpy().tolist()
-        == [[1, 1]] * 3
+        == [[1, 0.5]] * 3
     )
 
 

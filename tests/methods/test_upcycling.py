@@ -221,16 +221,27 @@ def test_balance_loss_is_eq_3_and_4_over_real_tokens_with_a_term_a_layer(
     assert all(router.weight.grad.norm() > 1e-5 for router in routers(model))
 
 
-def test_noise_is_a_share_of_the_dense_deviation_and_differs_by_expert(host):
+def test_noise_is_a_share_of_the_dense_deviation_and_differs_by_expert_and_layer(host):
     dense = host("Llama", hidden_size=64, intermediate_size=96, head_dim=16)
-    model, again = (sparse(copy.deepcopy(dense), noise=0.25, seed=7) for _ in range(2))
-    weight = dense.model.layers[1].mlp.down_proj.weight
-    experts = anatomy(model).layers[1].experts
-    moved = experts.down_proj - weight
-    spreads = [expert.std().item() for expert in moved]
-    assert spreads == pytest.approx([0.25 * weight.std().item()] * 4, rel=0.05)
-    assert abs(torch.corrcoef(moved.flatten(1))[0, 1].item()) < 0.1
-    assert torch.equal(anatomy(again).layers[1].experts.down_proj, experts.down_proj)
+    plain, model, again = (
+        sparse(copy.deepcopy(dense), noise=noise, seed=7) for noise in (0.0, 0.25, 0.25)
+    )
+
+    def weights(model, name):
+        """Each expert's weights, [L, E, 2FD or DF]."""
+        layers = anatomy(model).layers
+        return torch.stack([getattr(one.experts, name) for one in layers]).flatten(2)
+
+    for name in ("gate_up_proj", "down_proj"):
+        copies = weights(plain, name)
+        moved = weights(model, name) - copies
+        torch.testing.assert_close(
+            moved.std(2), 0.25 * copies.std(2), rtol=0.05, atol=0
+        )
+        # Of each expert with all others, in both layers.
+        alike = torch.corrcoef(moved.flatten(0, 1)) - torch.eye(2 * 4)
+        assert alike.abs().max() < 0.1
+        assert torch.equal(weights(again, name), weights(model, name))
 
 
 def test_only_the_chosen_layers_are_upcycled_and_take_their_own_rows_of_the_start(host):

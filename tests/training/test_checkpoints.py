@@ -199,18 +199,18 @@ def test_tensors_not_finite_or_of_another_shape_are_refused_and_change_nothing(
     tiny, tmp_path
 ):
     model = nn.Linear(2, 1)
-    nn.init.constant_(model.weight, torch.nan)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(Refusal, match=r"E-NONFINITE: .*model\.weight"):
-        Store(folder=tmp_path, run={}, every=1).save(
-            model, optimizer, checkpoints.History()
-        )
-    assert list(tmp_path.iterdir()) == []
+    for number in (torch.nan, torch.inf):
+        nn.init.constant_(model.weight, number)
+        with pytest.raises(Refusal, match=r"E-NONFINITE: .*model\.weight"):
+            Store(folder=tmp_path, run={}, every=1).save(
+                model, optimizer, checkpoints.History()
+            )
+        assert list(tmp_path.iterdir()) == []
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters())
-    tensors = {
-        f"model.{name}": p.detach().clone() for name, p in model.named_parameters()
-    }
+    # Other numbers than the model's, so that a copy of them would be seen.
+    tensors = {f"model.{name}": p.detach() + 1 for name, p in model.named_parameters()}
     before = weights(model)
     norm = "model.model.norm.weight"
     others = {name: tensor for name, tensor in tensors.items() if name != norm}
@@ -225,6 +225,7 @@ def test_tensors_not_finite_or_of_another_shape_are_refused_and_change_nothing(
         ):
             checkpoints.restore(model, optimizer, misfit)
     assert same(weights(model), before)
+    assert not optimizer.state
 
 
 @pytest.fixture

@@ -331,7 +331,7 @@ def test_a_run_on_a_gpu_has_its_name_and_one_beside_it_is_of_the_cpu(
 
     run = records.read_run(report.write(project, tiny, pd.DataFrame(), {}))
     environment = run.manifest["environment"]
-    assert run.tier == "cpu"
+    assert (run.protocol, run.tier) == ("cpu", "cpu")
     assert environment["accelerator"] is None
     assert environment["accelerator_memory"] is None
     assert {"lab/bench/timing.py", "lab/bench/cases.yaml"} <= {*run.code["modules"]}

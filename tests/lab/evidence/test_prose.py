@@ -126,7 +126,7 @@ def test_a_number_that_no_longer_fits_its_sentence_stops_with_file_and_sentence(
     page = f"First. Sparse {{beats: {GAIN}}} dense. Last."
     assert told(page, 9, 10, 11) == "First. Sparse beats dense. Last."
     refused(
-        "E-PROSE: book/found/pesc.md: 'Sparse {beats: .*below zero",
+        r"E-PROSE: book/found/pesc.md: 'Sparse {beats: .*} dense\.': .*below zero",
         told,
         page,
         *(-9, -10, -11),

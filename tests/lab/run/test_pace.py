@@ -138,12 +138,14 @@ def quiet(fresh, monkeypatch):
     """A project in git, on a machine where nothing else is at work; its commands are short."""
     run = Run("toy", "smoke", "smoke", 0, (), manifest={"cpu_seconds": 3.0})
     write_run(fresh / "book" / "notebooks" / "01_toy.parquet", run)
+    # It succeeds only in the folder that PYTHONPATH names.
+    storage.write(fresh / "place.sh", 'test "$PYTHONPATH" -ef .')
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
     for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "toy")):
         subprocess.run(["git", *words], cwd=fresh, check=True)
     commands = {
         "smoke": "sleep 0.2",
-        "test": "ls notebooks/01_toy.ipynb",
+        "test": "sh place.sh",
         "soak": "false",
     }
     monkeypatch.setattr(pace, "COMMANDS", commands)

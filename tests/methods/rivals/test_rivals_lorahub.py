@@ -68,16 +68,16 @@ def test_cma_is_nevergrads_where_installed():
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Gemma2"])
-def test_it_finds_no_worse_than_the_base_and_ends_as_one_lora(
+def test_it_finds_better_than_the_base_and_ends_as_one_lora(
     family, host, rows, make_bank, tmp_path
 ):
     model = host(family)
     before = fingerprint(model)
-    bank = make_bank(model, 3)
+    bank = make_bank(model, 3, size=0.7)  # which six looks improve on
     data = tuning.Data(rows.select(range(6)))
     plain = training.nats(model, data.rows)
     tuned = lorahub.tuned(model, bank, data, lorahub.Config(budget=6))
-    assert min(tuned.history.loss) <= tuned.history.loss[0] == pytest.approx(plain)
+    assert min(tuned.history.loss) < tuned.history.loss[0] == pytest.approx(plain)
     w = tuned.weights()["model.layers.0.self_attn.q_proj"]
     nats = training.nats(model, data.rows)
     assert nats + 0.05 * w.abs().mean() == pytest.approx(

@@ -20,7 +20,6 @@ from moebook.methods import rocket
 from moebook.methods.rocket import Config, augment, measure
 from moebook.methods.rocket.case import Case, score_bank
 from moebook.models.checkpoint import fingerprint, origin
-from moebook.nn import routers
 from tests.refusals import refused
 
 
@@ -221,20 +220,22 @@ def test_tuning_leaves_base_and_loras_as_they_were_and_later_mixtures_alike(
     before = fingerprint(model)
     digests = [lora.digest for lora in bank.values()]
 
-    def gates(names):
+    def trained(names):
         loras = [bank[name] for name in names]
         history = pipeline.tune(model, tokenizer, loras, case.shots, config, **BRIEF)
         assert len(history.loss) == 2
         assert origin(model, rocket.apply.Origin).experts == tuple(names)
         assert measure.alone(model, tokenizer, "gcd", limit=2).shape == (len(names), 2)
-        weights = [router.weight.detach().clone() for router in routers(model)]
+        parts = rocket.apply.trained(model).values()
+        weights = [part.detach().clone() for part in parts]
         rocket.apply.remove(model)
         return weights
 
-    first = gates(names)
-    gates("c")
+    first = trained(names)
+    assert first
+    trained("c")
     torch.rand(7)
-    assert all(map(torch.equal, first, gates(names)))
+    assert all(map(torch.equal, first, trained(names)))
     assert fingerprint(model) == before
     assert [lora.digest for lora in bank.values()] == digests
 
