@@ -27,6 +27,7 @@ __all__ = [
 
 NEIGHBOURS = 15  # umap-learn's own default
 Plane = npt.NDArray[np.float32]
+Points = npt.NDArray[np.float32]
 Method = Literal["umap", "pca"]
 
 
@@ -43,20 +44,26 @@ def purity(
     """
     tensors = {"points": (points, "L S D"), "labels": (labels, "S", "real")}
     shapes("purity", tensors, empty="")
-    # K-means compares squared distances, which overflow before the points do.
-    if not points.float().square().sum(-1).isfinite().all():
-        far = "points are too far from 0 for their distances: scale them"
-        refuse("E-NONFINITE", f"purity: {far}")
+    each_layer = _vectors("purity", points)
     domains = labels.unique(return_inverse=True)[1].numpy()  # [S], from 0 on
     sizes = np.bincount(domains)
     rows = []
-    for layer, vectors in enumerate(points.float().numpy()):
+    for layer, vectors in enumerate(each_layer):
         kmeans = KMeans(len(sizes), n_init=4, random_state=seed)
         table = pd.crosstab(kmeans.fit_predict(vectors), domains)  # clusters by domains
         # Purity: sum over clusters of the points of their main domain, over S.
         pure = float(table.max(axis=1).sum()) / len(domains)
         rows.append((layer, pure, float(sizes.max()) / len(domains)))
     return pd.DataFrame(rows, columns=["layer", "purity", "largest"])
+
+
+def _vectors(name: str, points: Tensor) -> Points:
+    """Return points as float32, of which squared distances overflow before they do themselves."""
+    wide = points.detach().float()
+    if not wide.square().sum(-1).isfinite().all():
+        far = "points are too far from 0 for their distances: scale them"
+        refuse("E-NONFINITE", f"{name}: {far}")
+    return wide.numpy()
 
 
 @checked
@@ -80,7 +87,7 @@ def project(
     threads = torch.get_num_threads()
     planes = []
     try:
-        for layer in points.float().numpy():
+        for layer in _vectors(method, points):
             plane = fit(layer)  # [S, 2]
             plane = plane - plane.mean(axis=0)
             # One factor for both axes: shapes and angles stay.

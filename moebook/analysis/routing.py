@@ -32,7 +32,7 @@ TOLERANCE = 1e-6  # by which the shares of a domain and router may miss 1
 def _whole(frame: pd.DataFrame) -> pd.DataFrame:
     """Refuse shares of which some are missing, twice there or no shares of a whole."""
     of_router = frame.groupby(KEYS)
-    expected = of_router.domain.nunique() * of_router.expert.nunique()
+    expected = frame.domain.nunique() * of_router.expert.nunique()
     # A line that stands twice would hide one that is missing.
     twice = frame.duplicated([*KEYS, "domain", "expert"])
     if (of_router.size() != expected).any() or twice.any():
@@ -41,8 +41,10 @@ def _whole(frame: pd.DataFrame) -> pd.DataFrame:
     if (frame[["layer", "expert", "slots", "share"]] < 0).any(axis=None):
         refuse("E-RANGE", "shares: a layer, expert, count or share is below 0")
     sums = frame.groupby([*KEYS, "domain"]).share.sum()
-    if not np.allclose(sums, 1, atol=TOLERANCE):
-        wrong = f"those of a domain and router sum to {sums.min():g}, expected 1"
+    off = (sums - 1).abs()
+    if off.max() > TOLERANCE:
+        farthest = sums[off.idxmax()]
+        wrong = f"those of a domain and router sum to {farthest:g}, expected 1"
         refuse("E-RANGE", f"shares: {wrong}")
     return frame
 
@@ -103,7 +105,8 @@ def load(frame: Shares) -> pd.DataFrame:
     share = _over_domains(frame, KEYS)  # routers by experts
     # Sum -s ln s over ln E, where 0 ln 0 counts as 0.
     logs = np.log(share.where(share > 0, 1.0))
-    uniform = max(np.log(share.shape[1]), 1e-12)  # of a single expert it would be 0
+    experts = share.notna().sum(axis=1)  # routers may have different numbers of them
+    uniform = np.log(experts).clip(lower=1e-12)  # of a single expert it would be 0
     entropy = -(share * logs).sum(axis=1) / uniform
     entropy = entropy.clip(0, 1)  # rounding can pass 1 by a hair
     largest = share.max(axis=1)
@@ -147,7 +150,8 @@ def contrast(shares: Shares, one: str, other: str) -> tuple[float, float]:
         message = f"no domain '{name}' in the shares;"
         refuse_unknown(name, set(shares.domain), "E-NAME", message)
     wide = shares.pivot(index=KEYS, columns=["domain", "expert"], values="share")
-    gap = wide[one] - wide[other]  # routers by experts
+    # Routers by experts; one that a router lacks serves nothing there.
+    gap = (wide[one] - wide[other]).fillna(0.0)
     # Table 7 averages over layers first: 1/2 sum_e |mean_l (s_le - s'_le)|.
     averaged = gap.mean().abs().sum() / 2
     # By router: 1/2 sum_e |s_le - s'_le|.

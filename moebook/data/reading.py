@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
 import json
 import zlib
@@ -48,8 +49,10 @@ def _columns(path: Path) -> list[tuple[str, Any]]:
         if path.suffix == ".json":
             rows = _json(path)
         else:
+            # Else brackets in a name would be a pattern, and another file might fit it.
+            named = glob.escape(str(path))
             table = datasets.load_dataset(
-                "parquet", data_files=str(path), split="train", streaming=True
+                "parquet", data_files=named, split="train", streaming=True
             )
             rows = list(table)
     except Refusal:

@@ -284,7 +284,12 @@ def _by_name(given: Sequence[str | Task]) -> dict[str, Task | None]:
         if source != task.source:
             same = f"{source} and {task.source}: both are task '{task.name}'"
             refuse("E-DATA", f"{same}; rename one of the files")
-        wanted[one if isinstance(one, str) else task.name] = task
+        name = one if isinstance(one, str) else task.name
+        if wanted.setdefault(name, task) is not task:
+            fix = "ask for them one after the other, or rename a file"
+            refuse(
+                "E-DATA", f"two tasks with other settings are called '{name}'; {fix}"
+            )
     return wanted
 
 

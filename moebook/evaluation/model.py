@@ -284,6 +284,8 @@ class InMemory:
         logits = out.logits[:, -1:]
         if count > 1:
             after = places[:, -1:] + torch.arange(1, count, device=ids.device)
+            # A shorter row's padding may lie behind the last position that the model knows.
+            after = after.clamp(max=self.longest - 1)
             rest = self.model(
                 input_ids=ids[:, :-1],
                 attention_mask=torch.cat([mask, real[:, :-1]], 1),

@@ -221,6 +221,28 @@ def test_routers_of_one_layer_are_summarised_one_by_one_and_then_averaged():
     assert contrast == pytest.approx((0.1, 0.7))
 
 
+def test_routers_of_different_numbers_of_experts_are_each_measured_by_their_own():
+    few = frame({"code": [0.5, 0.5], "law": [0.5, 0.5]})
+    more = frame({"code": [0.5, 0.5, 0, 0], "law": [0, 0, 0.5, 0.5]}, "v")
+    both = pd.concat([few, more])
+    assert routing.load(both).entropy.tolist() == pytest.approx([1.0, 1.0])
+    # Averaged over two routers each gap is half of 1/2, of four experts: 1/2 in all.
+    assert routing.contrast(both, "code", "law") == pytest.approx((0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ([{"a": [1, 0], "b": [0, 1]}, {"a": [1, 0]}], "E-DATA: .*once for each domain"),
+        ([{"a": [0.5, 0.5], "b": [0.9, 0.6]}], "E-RANGE: .* sum to 1.5, expected 1"),
+        ([{"a": [0.5, 0.500008]}], "E-RANGE: .*expected 1"),
+    ],
+)
+def test_shares_of_which_some_are_missing_or_no_whole_are_refused(shares, message):
+    routers = [frame(one, f"r{number}") for number, one in enumerate(shares)]
+    refused(message, routing.load, pd.concat(routers))
+
+
 def test_stacks_and_panels_show_the_same_layers():
     shares = {"a": [0.9, 0.1], "b": [0.3, 0.7]}
     layers = [frame(shares, layer=layer) for layer in range(9)]
@@ -359,6 +381,11 @@ REFUSALS = [
     (project, {"method": "umapp"}, "E-CHOICE: method is 'umapp'"),
     (project, {"points": two_groups()[:, :15]}, "E-SHAPE"),
     (project, {"points": two_groups() * torch.nan}, "E-NONFINITE"),
+    (
+        project,
+        {"points": two_groups() * 1e20, "method": "pca"},
+        "E-NONFINITE: pca: points are too far",
+    ),
 ]
 
 

@@ -5,6 +5,8 @@ from collections import Counter
 from unittest.mock import Mock
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from moebook.data import hub, reading, templates
@@ -289,6 +291,14 @@ def test_a_byte_order_mark_crlf_and_empty_lines_are_accepted(tmp_path):
     path = written(tmp_path, content)
     assert [where.rpartition(":")[2] for where, _ in reading.local(path)] == ["1", "4"]
     assert [row["prompt"] for row in hub.load("magicoder_oss", path=path)] == ["a", "a"]
+
+
+def test_brackets_in_a_name_are_no_pattern(tmp_path):
+    for name in ("rows[1]", "rows1"):
+        table = pa.table({"name": [name]})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    rows = reading.local(tmp_path / "rows[1].parquet")
+    assert [row["name"] for _, row in rows] == ["rows[1]"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import random
 import sys
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from moebook import evaluation
 from moebook.data.tasks import Task
@@ -101,6 +102,29 @@ def test_written_answers_are_greedy_ones_and_two_files_of_one_name_are_refused(
     other = put(tmp_path / "elsewhere" / "say.jsonl", rows)
     words = "E-DATA: .*both are task 'own_say'; rename one"
     refused(words, evaluation.evaluate, model, byte_tokenizer, [str(path), str(other)])
+    both = [task, Task.from_jsonl(path, max_new_tokens=3)]
+    words = "E-DATA: two tasks with other settings are called 'own_say'"
+    refused(words, evaluation.evaluate, model, byte_tokenizer, both)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_prompt_that_fills_the_context_is_scored_beside_a_long_answer_as_alone(
+    tmp_path, byte_tokenizer
+):
+    sizes = {"n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    config = AutoConfig.for_model("gpt2", vocab_size=300, **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    rows = [
+        {"prompt": "x" * 200, "answer": "a"},
+        {"prompt": "say", "answer": "b c d e f g h i"},
+    ]
+    path = put(tmp_path / "say.jsonl", rows)
+    task = Task.from_jsonl(path, max_new_tokens=5)
+    alone, both = (
+        evaluation.evaluate(model, byte_tokenizer, task, split="all", batch_size=size)
+        for size in (1, 2)
+    )
+    assert both.nll.tolist() == pytest.approx(alone.nll.tolist(), rel=1e-4)
 
 
 def without_lm_eval():
