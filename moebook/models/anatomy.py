@@ -79,7 +79,11 @@ def anatomy(model: nn.Module) -> Anatomy:
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
         kind = type(host).__name__
         refuse("E-MODEL", f"no decoder layers found in {kind}: {_seen(decoder)}")
-    hidden = decoder.config.hidden_size
+    hidden = getattr(getattr(decoder, "config", None), "hidden_size", None)
+    if hidden is None:
+        kind = type(host).__name__
+        lacks = f"{kind} has layers but no config.hidden_size"
+        refuse("E-MODEL", f"{lacks}, expected a decoder of transformers")
     layers = tuple(_layer(index, block, hidden) for index, block in enumerate(blocks))
     return Anatomy(decoder, layers, hidden)
 

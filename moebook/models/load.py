@@ -21,11 +21,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-)
+from huggingface_hub.errors import HFValidationError, HTTPError
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -63,7 +59,14 @@ REPORT = {
 _HUB_NAME = re.compile(
     r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>.*))?", re.DOTALL
 )
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "merges.txt", "vocab.txt"]
+_HUB_FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.model",
+    "merges.txt",
+    "vocab.txt",
+    "*.jinja",  # chat templates
+]
 _CODE_KEYS = {"auto_map", "trust_remote_code"}
 # Files of which a tokenizer has one at least.
 _TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "tekken.json")
@@ -144,14 +147,19 @@ def on_hub(name: str) -> Path | None:
         return None
     repo = hub["repo"]
     revision = hub["revision"]
-    if not re.fullmatch(r"(?!0{40})[0-9a-f]{40}", revision or ""):
-        moves = f"the hub's revision '{revision or 'main'}' is no commit"
-        neither = f"'{repo}' is no folder here, and {moves} (a branch may move)"
-        refuse("E-PIN", f"{neither}: org/name@<40 hex digits>")
+    check_commit(repo, revision)
     with fetching(name):
         return Path(
             snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES)
         )
+
+
+def check_commit(repo: str, revision: str | None) -> None:
+    """Refuse a revision of the hub that is no commit (E-PIN)."""
+    if not re.fullmatch(r"(?!0{40})[0-9a-f]{40}", revision or ""):
+        moves = f"the hub's revision '{revision or 'main'}' is no commit"
+        neither = f"'{repo}' is no folder here, and {moves} (a branch may move)"
+        refuse("E-PIN", f"{neither}: org/name@<40 hex digits>")
 
 
 @contextmanager
@@ -162,7 +170,7 @@ def fetching(name: str) -> Iterator[None]:
     except HFValidationError as error:
         expected = "expected org/name@<40 hex digits of a commit>"
         refuse("E-MODEL", f"'{name}' is no name of the hub ({error}); {expected}")
-    except (LocalEntryNotFoundError, OSError, HfHubHTTPError) as error:
+    except (OSError, HTTPError) as error:  # a proxy's refusal is no OSError
         kind = type(error).__name__
         refuse("E-OFFLINE", f"{name} is not cached nor fetched ({kind}); connect")
 

@@ -30,11 +30,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from moebook.errors import nearest, refuse, refuse_unknown
 from moebook.models.anatomy import anatomy
 from moebook.models.conventions import check_values
-from moebook.models.load import LAYERS, fetching, quiet, telling
+from moebook.models.load import LAYERS, check_commit, fetching, quiet, telling
 from moebook.storage import formed, read_json
 
 FUSED = "counted"  # our attention among the implementations of transformers
 MADE = "transformers_version"
+OPEN = "0" * 40  # stands in a protocol for a commit that nobody has chosen yet
 with formed(Path(__file__).with_name("hosts.yaml")) as _FILE:
     HOSTS: dict[str, dict[str, Any]] = _FILE
 """Public configurations by the hub's name (and ``smollm2``)."""
@@ -43,11 +44,13 @@ with formed(Path(__file__).with_name("hosts.yaml")) as _FILE:
 def configuration(name: str) -> PreTrainedConfig:
     """The configuration of a shipped base, a folder, one of `HOSTS`, or a hub model.
 
-    Of the hub, where ``org/name@commit`` is not in `HOSTS`, ``config.json`` alone is
-    fetched.
+    Of the hub, where ``org/name`` is not in `HOSTS`, ``config.json`` alone is fetched,
+    at a commit. One of `HOSTS` is the same at every commit: a plan needs no hub.
     """
-    repo, _, revision = name.partition("@")
+    repo, at, revision = name.partition("@")
     if repo in HOSTS:
+        if at and revision != OPEN:
+            check_commit(repo, revision)
         return _built(HOSTS[repo], f"hosts.yaml: {repo}")
     here = Path(__file__).parent / name
     file = (here if here.is_dir() else Path(name)) / "config.json"
@@ -58,6 +61,7 @@ def configuration(name: str) -> PreTrainedConfig:
                 "E-MODEL",
                 f"no configuration '{name}': {known}, a folder, or org/name@commit",
             )
+        check_commit(repo, revision)
         with fetching(name):
             file = Path(hf_hub_download(repo, "config.json", revision=revision))
     return _built(read_json(file), str(file))

@@ -47,9 +47,9 @@ def read_json(path: Path, *, limit: int = LARGEST) -> dict[str, Any]:
 
 
 def _content(path: Path, limit: int) -> bytes:
-    if not path.is_file():
-        refuse("E-NOFILE", f"{path} is missing; expected a file")
     try:
+        if not path.is_file():
+            refuse("E-NOFILE", f"{path} is missing; expected a file")
         with path.open("rb") as file:
             content = file.read(limit + 1)
     except OSError as error:

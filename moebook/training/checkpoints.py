@@ -14,7 +14,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -114,17 +114,29 @@ class Store:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder for this process and sweep what killed ones left behind."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._lock())
+                self._sweep()
+            except OSError as error:
+                raise told(error, f"{self.folder} cannot be used") from None
+            yield
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
         folder = self.folder
         if folder.exists() and not folder.is_dir():
             refuse("E-PATH", f"{folder} is a file; expected a folder for checkpoints")
         # In a run nobody is there but the kernel of a killed one, about to end.
         with storage.locked(folder / ".lock", wait=not self.asked):
-            storage.sweep(folder)
-            # Its own alone: others may write into the folder at the same time.
-            for kind in (".stage-step-*", ".trash-step-*"):
-                for leftover in folder.glob(kind):
-                    shutil.rmtree(leftover)
             yield
+
+    def _sweep(self) -> None:
+        storage.sweep(self.folder)
+        # Its own alone: others may write into the folder at the same time.
+        for kind in (".stage-step-*", ".trash-step-*"):
+            for leftover in self.folder.glob(kind):
+                shutil.rmtree(leftover)
 
     def due(self, seconds: list[float], total: int, model: nn.Module) -> bool:
         """Whether to save now, at a step that ended after the last of so many ``seconds``.

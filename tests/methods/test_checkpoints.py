@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moebook.errors import Refusal
+from moebook.errors import Refusal, refuse
 from moebook.methods import esft, pesc, rocket, upcycling
+from moebook.methods.esft import apply as esft_apply
 from moebook.methods.rocket import apply
 from moebook.models import checkpoint, fingerprint
 from tests.refusals import refused
@@ -325,7 +326,37 @@ def test_a_round_trip_brings_back_the_base_and_the_answers(sparse, batch):
         p.nbytes for p in esft.trained(specialised(sparse())).values()
     )
     torch.testing.assert_close(model(**inputs).logits, want)
-    moved = specialised(sparse())
-    with torch.no_grad():
-        moved.get_input_embeddings().weight[5, 0] += 1
-    refused("E-BASE", esft.round_trip, moved, inputs)
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS])
+@pytest.mark.parametrize(
+    ("message", "late"), [("E-BASE", False), ("E-MEMORY: merged", True)]
+)
+def test_a_refused_round_trip_leaves_what_was_trained(
+    message, late, options, sparse, batch, monkeypatch
+):
+    def fail(model):
+        esft.merge(model)
+        refuse("E-MEMORY", "merged, and no more")
+
+    model = specialised(sparse(), **options)
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    if late:
+        monkeypatch.setattr(esft_apply, "merge", fail)
+    else:  # the base, beneath a part that no option trains
+        with torch.no_grad():
+            model.model.layers[1].mlp.experts.frozen.down_proj[3, 0, 0] += 1
+    model.train()
+    model.lm_head.eval()
+    made = model.esft
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    told = [(id(p), p.requires_grad) for p in model.parameters()]
+    modes = [part.training for part in model.modules()]
+
+    refused(message, esft.round_trip, model, inputs)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert [(id(p), p.requires_grad) for p in model.parameters()] == told
+    assert [part.training for part in model.modules()] == modes
+    assert model.esft is made

@@ -369,6 +369,7 @@ BY_MORE = {
     "lfm2_moe": "Lfm2MoeTopKRouter",
     "hunyuan_v1_moe": "HunYuanMoEV1Gate",
     "deepseek_v2": "DeepseekV2TopkRouter",  # which chooses among groups first
+    "phimoe": "PhimoeTopKRouter",  # which samples
 }
 
 

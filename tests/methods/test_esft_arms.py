@@ -1,5 +1,6 @@
 """The arms of ESFT: names, arguments, data, costs, baselines; the tables of them and of tasks."""
 
+import json
 import math
 
 import numpy as np
@@ -337,6 +338,36 @@ def test_experts_are_counted_by_layer_and_shares_gathered_by_score_and_place():
     )
     assert single["layers/middle"].tolist() == [0]
     assert single["layers/outer"].tolist() == [0.5]
+
+
+@pytest.mark.parametrize("order", [(1, 2, 10, 11), (1, 10, 11, 2), (11, 10, 2, 1)])
+def test_layers_are_counted_and_spread_by_number_in_whatever_order_they_come(
+    order, tmp_path
+):
+    """A JSON with sorted keys has layer 10 before layer 2."""
+    chosen = {layer: list(range(layer)) for layer in order}
+    form = {"shared_experts": False, "non_expert_modules": False}
+    path = tmp_path / "experts.json"
+    path.write_text(json.dumps({"experts": chosen, **form}))
+    table = esft.counts({("token", "a"): esft.Selection.load(path)})
+    assert list(table) == [1, 2, 10, 11]
+    gathered = esft.spread(table / 16)
+    assert (16 * gathered["token"]).tolist() == [1, 2, 10, 11]
+    # Of four layers, the first third has two: 1 and 2, 10, 11.
+    assert (16 * gathered["layers/middle"]).tolist() == [10]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "samples"), [((0, 1), (0,)), ((0,), (0, 1)), ((0,), (1,))]
+)
+def test_switches_refuse_scores_of_other_layers(tokens, samples):
+    whole = scores([0.5, 0.2, 0.3], [0.1, 0.5, 0.4])
+    pooled = {}
+    for name, kept in {"tokens": tokens, "samples": samples}.items():
+        token = {layer: whole.token[layer] for layer in kept}
+        pooled[name] = esft.Scores(token, {layer: whole.gate[layer] for layer in kept})
+    words = "E-KEYS: the scores of pooling '.*' are of other layers than those of"
+    refused(words, esft.switches, pooled, {"gate": 0.6})
 
 
 def test_an_arms_average_counts_each_task_once_whatever_its_rows():

@@ -151,6 +151,10 @@ def test_balance_gradient_reaches_every_router_and_the_released_form_none(host, 
     for form, alive in (("live", True), ("kept", True), ("constant", False)):
         model = pesc.prepare(host(), pesc.Config(**SMALL, balance=form)).train()
         value, pull = pesc.balance_gradient(model, inputs)
+        assert all(p.grad is None for p in model.parameters())
+        # The pass before left its graph; the loss is a sum over layers, the value a mean.
+        model(**inputs)
+        (pesc.balance_loss(model) / 2).backward()
         norms = torch.stack([router.weight.grad.norm() for router in routers(model)])
         assert norms.min() > 1e-5 if alive else norms.max() < 1e-8
         assert pull == pytest.approx(norms.norm().item(), rel=1e-5)
@@ -159,6 +163,43 @@ def test_balance_gradient_reaches_every_router_and_the_released_form_none(host, 
     dense = pesc.prepare(host(), pesc.Config(**SMALL), sparse=False)
     without = pesc.prepare(host(), pesc.Config(**SMALL, balance="none"))
     assert pesc.balance_loss(dense).item() == pesc.balance_loss(without).item() == 0
+
+
+@pytest.mark.parametrize("tuning", ["frozen", "full"])
+@pytest.mark.parametrize("frozen", [(), (0,), (1,)])
+def test_a_balance_gradient_repeats_and_leaves_out_frozen_routers(
+    frozen, tuning, host, batch
+):
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    model = pesc.prepare(host(), pesc.Config(**{**SMALL, "host": tuning})).train()
+    model(**inputs)
+    (pesc.balance_loss(model) / 2).backward()
+    pulls = [router.weight.grad.norm() for router in routers(model)]
+    want = math.hypot(*(p for layer, p in enumerate(pulls) if layer not in frozen))
+    for layer in frozen:
+        routers(model)[layer].weight.requires_grad_(False)
+    first, again = (pesc.balance_gradient(model, inputs) for _ in range(2))
+    assert first == again
+    assert first[1] == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("message", "config", "sparse", "frozen"),
+    [
+        ("E-MODEL: .*the model has no routers", {}, False, False),
+        ("E-CHOICE: .*balance is 'none'", {"balance": "none"}, True, False),
+        ("E-GRADIENT: .*the routers are frozen", {}, True, True),
+        ("E-GRADIENT: .*the routers are frozen", {"host": "full"}, True, True),
+    ],
+)
+def test_what_has_no_balance_gradient_is_refused_with_its_reason(
+    message, config, sparse, frozen, host, batch
+):
+    model = pesc.prepare(host(), pesc.Config(**{**SMALL, **config}), sparse=sparse)
+    for router in routers(model) if frozen else ():
+        router.requires_grad_(False)
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    refused(message, pesc.balance_gradient, model.train(), inputs)
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")

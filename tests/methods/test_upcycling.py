@@ -384,6 +384,20 @@ def test_step_zero_measures_loss_and_gradient_of_each_rule_and_leaves_the_model(
     assert line.gradient == pytest.approx(grads.norm().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_step_zero_has_no_dropout_and_leaves_the_mode(training, host, batch):
+    start = upcycling.su(host(), 4, kind="wide")
+    expected = upcycling.step_zero(host(), {"wide": start}, batch)
+    dense = host()
+    dense.config.attention_dropout = 0.9
+    for layer in dense.model.layers:
+        layer.self_attn.attention_dropout = 0.9
+    dense.train(training)
+    table = upcycling.step_zero(dense, {"wide": start}, batch)
+    assert table.equals(expected)
+    assert all(module.training is training for module in dense.modules())
+
+
 @pytest.fixture
 def mixed(host, apart):
     """Makes models of three experts, moved apart so that a wrong choice shows."""

@@ -264,6 +264,28 @@ def test_the_hardest_share_of_each_task_is_kept_in_order(host):
     assert len(upcycling.hardest(model, {"a": data}, share=1)["a"]) == 60
 
 
+@pytest.mark.parametrize("form", [None, "torch", "numpy", "pandas"])
+def test_rows_in_any_format_are_scored_alike_and_keep_it(form, host):
+    model = host()
+    expected = upcycling.hardest(model, {"a": DATA}, share=0.5)["a"]
+    hard = upcycling.hardest(model, {"a": DATA.with_format(form)}, share=0.5)["a"]
+    assert hard.format["type"] == form
+    assert hard.with_format(None)[:] == expected[:]
+
+
+@pytest.mark.parametrize(
+    ("share", "least"), [(1 / 49, 49), (1 / 50, 50), (0.05, 20), (0.3, 4)]
+)
+def test_so_many_instances_as_a_refusal_asks_for_do(share, least, host):
+    model = host()
+    ids = [[0, 7]] * least
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    few = {"a": rows.select(range(least - 1))}
+    words = f"has {least - 1} instances, .* needs {least} at least"
+    refused(words, upcycling.hardest, model, few, share=share)
+    assert len(upcycling.hardest(model, {"a": rows}, share=share)["a"]) == 1
+
+
 def states(
     *layers, labels=None, tasks=("a",), tensor="attention_output", base="b" * 64
 ):

@@ -1,5 +1,7 @@
 """Where transformers keeps its parts, and our experts in their place: same results."""
 
+from types import SimpleNamespace
+
 import peft
 import pytest
 import torch
@@ -111,6 +113,23 @@ def test_crafted_layers_are_sparse_with_a_shared_mlp():
 def test_a_model_without_gated_mlps_is_refused_with_the_classes_seen(family, words):
     with pytest.raises(Refusal, match=f"E-MODEL: {words}"):
         anatomy(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL)))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "TransformerEncoder has layers but no config.hidden_size"),
+        (SimpleNamespace(), "TransformerEncoder has layers but no config.hidden_size"),
+        (SimpleNamespace(hidden_size=8), "decoder layer 0 .*TransformerEncoderLayer"),
+    ],
+)
+def test_layers_of_no_decoder_of_transformers_are_refused(config, words):
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    if config is not None:
+        encoder.config = config
+    with pytest.raises(Refusal, match=f"E-MODEL: {words}"):
+        anatomy(encoder)
 
 
 @pytest.mark.parametrize("family", SPARSE)

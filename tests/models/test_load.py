@@ -11,6 +11,8 @@ import gguf
 import huggingface_hub.constants
 import pytest
 import torch
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
@@ -123,6 +125,69 @@ def test_what_no_repository_of_the_hub_is_called_is_refused(name):
     words = "E-MODEL: .* is no name of the hub .*expected org/name@"
     refused(f"{name}@{COMMIT}", words)
     refusals.refused(words, skeleton.configuration, f"{name}@{COMMIT}")
+
+
+def answered(monkeypatch, answer):
+    """Have ``answer`` stand in for the hub."""
+    for module, name in (
+        (sys.modules["moebook.models.load"], "snapshot_download"),
+        (skeleton, "hf_hub_download"),
+    ):
+        monkeypatch.setattr(module, name, answer)
+
+
+@pytest.mark.parametrize(
+    ("file", "wanted"),
+    [
+        ("config.json", True),
+        ("chat_template.jinja", True),
+        ("additional_chat_templates/tools.jinja", True),
+        ("model-00001-of-00002.safetensors", True),
+        ("pytorch_model.bin", False),
+        ("modeling_tiny.py", False),
+    ],
+)
+def test_of_the_hub_templates_are_fetched_and_neither_pickles_nor_code(
+    file, wanted, folder, monkeypatch
+):
+    fetched = []
+
+    def answer(repo, *, revision, allow_patterns):
+        fetched.extend(filter_repo_objects([file], allow_patterns=allow_patterns))
+        return str(folder)
+
+    answered(monkeypatch, answer)
+    models.load(f"acme/tiny@{COMMIT}")
+    assert fetched == [file] * wanted
+
+
+@pytest.mark.parametrize(
+    "error",
+    [HTTPError("407 Proxy Authentication Required"), LocalEntryNotFoundError("no")],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("read", [models.load, skeleton.configuration])
+def test_a_hub_that_gives_nothing_is_told_in_one_line(error, read, monkeypatch):
+    def answer(*_, **__):
+        raise error
+
+    answered(monkeypatch, answer)
+    words = f"E-OFFLINE: acme/tiny@{COMMIT} .*{type(error).__name__}"
+    refusals.refused(words, read, f"acme/tiny@{COMMIT}")
+
+
+@pytest.mark.parametrize("repo", ["acme/tiny", "mistralai/Mistral-7B-v0.1"])
+@pytest.mark.parametrize("revision", ["main", COMMIT[:12], COMMIT.upper()])
+def test_a_configuration_that_is_not_pinned_is_refused(repo, revision, monkeypatch):
+    answered(monkeypatch, lambda *_, **__: pytest.fail("fetched"))
+    words = f"E-PIN: '{repo}' .* '{revision}' is no commit"
+    refusals.refused(words, skeleton.configuration, f"{repo}@{revision}")
+
+
+@pytest.mark.parametrize("commit", ["", f"@{COMMIT}", f"@{skeleton.OPEN}"])
+def test_a_shipped_configuration_is_the_same_at_every_commit(commit):
+    made = skeleton.configuration(f"mistralai/Mistral-7B-v0.1{commit}")
+    assert made.hidden_size == 4096
 
 
 EVIL = {"auto_map": {"AutoModelForCausalLM": "m.Evil"}}

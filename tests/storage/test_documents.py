@@ -8,6 +8,7 @@ import yaml
 
 from moebook.errors import Refusal
 from moebook.storage import documents
+from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("moebook", "notebooks", "recipes")
@@ -63,3 +64,23 @@ def test_both_loaders_take_or_refuse_a_text_alike(plain, text):
     told = outcome(documents, Path("notebooks/x.yaml"), text)
     assert outcome(plain, Path("notebooks/x.yaml"), text) == told
     assert (told == "E-CONFIG") is (text in REFUSED)
+
+
+@pytest.mark.parametrize("read", [documents.read_json, documents.read_yaml])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(36, "File name too long"), "E-OS: .* cannot be read: OSError"),
+        (PermissionError(13, "Permission denied"), "E-PERM: .* cannot be read"),
+        (FileNotFoundError(2, "No such file"), "E-NOFILE: .* is missing"),
+    ],
+    ids=["long", "barred", "missing"],
+)
+def test_a_path_that_cannot_be_looked_at_is_told_in_one_line(
+    read, error, message, tmp_path, monkeypatch
+):
+    def stat(*_, **__):
+        raise error
+
+    monkeypatch.setattr(Path, "stat", stat)
+    refused(message, read, tmp_path / "x.yaml")

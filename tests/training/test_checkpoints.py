@@ -180,6 +180,35 @@ def test_folders_of_others_or_in_use_and_files_are_refused(
     refused("E-PATH", fit, lora(), rows(), steps=1, output=tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("file/ck", "E-OS: .* cannot be used: NotADirectoryError"),
+        ("broken", "E-OS: .* cannot be used: FileExistsError"),
+        ("x" * 300, "E-OS: .* cannot be used: OSError"),
+        ("barred", "E-PERM: .* cannot be used: PermissionError"),
+        ("file", "E-PATH: .* is a file"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_told_in_one_line(
+    name, message, tmp_path, monkeypatch
+):
+    (tmp_path / "file").touch()
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    if name == "barred":  # root may write anywhere
+        barred = Mock(side_effect=PermissionError(13, "Permission denied"))
+        monkeypatch.setattr(checkpoints.storage.files.os, "open", barred)
+    store = Store(folder=tmp_path / name, run={}, every=1)
+    refused(message, store.locked().__enter__)
+
+
+def test_what_fails_while_a_folder_is_held_passes_and_lets_it_go(tmp_path):
+    store = Store(folder=tmp_path, run={}, every=1)
+    with pytest.raises(OSError, match="of the block"), store.locked():
+        raise OSError("of the block")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_other_threads_are_told_and_a_full_disk_keeps_the_old(
     lora, rows, interrupted, monkeypatch
 ):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, ClassVar
@@ -183,25 +184,57 @@ def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float
 
     Returns the largest differences of a logit, for ``input_ids`` and ``attention_mask [B, T]``,
     after ``loading`` and ``merging``; ``base unchanged``: 1 after `restore`; ``bytes`` saved.
+    Where it fails, the model is as it was; for that, what trains is in memory twice.
     """
     base = checkpoint.origin(model, Origin).base
     check_batch("round_trip", model, batch)
     inputs = {
         key: part.to(next(model.parameters()).device) for key, part in batch.items()
     }
-    want = model.eval()(**inputs).logits
-    with TemporaryDirectory() as scratch:
+    with _kept(model), TemporaryDirectory() as scratch:
+        want = model.eval()(**inputs).logits
         folder = save(model, Path(scratch) / "task")
         size = sum(path.stat().st_size for path in folder.iterdir())
         unchanged = checkpoint.fingerprint(restore(model)) == base
         loaded = load(model, folder)(**inputs).logits
-    merged = merge(model)(**inputs).logits
+        merged = merge(model)(**inputs).logits
     return {
         "base unchanged": float(unchanged),
         "loading": float((loaded - want).abs().max()),
         "merging": float((merged - want).abs().max()),
         "bytes": float(size),
     }
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """Put a specialised model back as it was, what it trained included, if a block fails."""
+    made = checkpoint.origin(model, Origin)
+    modes = [(part, part.training) for part in model.modules()]
+    learning = [(part, part.requires_grad) for part in model.parameters()]
+    # `restore` takes these modules out and writes over the options.
+    splits = [(layer.mlp, layer.experts) for layer in sparse_layers(model)]
+    options = {name: model.get_parameter(name).clone() for name in made.options}
+    # `merge` writes over these rows of the base.
+    rows = []
+    for _, split in splits:
+        for bank in (split.frozen.gate_up_proj, split.frozen.down_proj):
+            rows.append((bank, split.chosen, bank[split.chosen]))
+    try:
+        yield
+    except BaseException:
+        for mlp, split in splits:
+            mlp.experts = split
+        for name, value in options.items():
+            model.get_parameter(name).copy_(value)
+        for bank, chosen, before in rows:
+            bank[chosen] = before
+        for parameter, learns in learning:
+            parameter.requires_grad_(learns)
+        for module, mode in modes:
+            module.training = mode
+        model.esft = made
+        raise
 
 
 def full(model: nn.Module) -> nn.Module:

@@ -120,6 +120,11 @@ def switches(
         refuse_unknown(
             pooling, pooled, "E-KEYS", f"no scores are given for pooling '{pooling}';"
         )
+    first, *others = get_args(Pooling)
+    for pooling in others:
+        if pooled[pooling].gate.keys() != pooled[first].gate.keys():
+            where = f"the scores of pooling '{pooling}'"
+            refuse("E-KEYS", f"{where} are of other layers than those of '{first}'")
     lines = {}
     for score, threshold in thresholds.items():
         released = Config.preset("released", score=score, threshold=threshold)
@@ -139,14 +144,15 @@ def switches(
 
 @checked
 def counts(selections: Mapping[tuple[str, str], Selection]) -> pd.DataFrame:
-    """Count the selected experts: a line a score and task, a column a layer (Fig. 5).
+    """Count the selected experts: a line a score and task, a column a layer, by number (Fig. 5).
 
     Where nothing was selected, as by full fine-tuning, the table is empty.
     """
     lines = {}
     for key, selection in selections.items():
         lines[key] = pd.Series(selection.experts).map(len)
-    return pd.DataFrame(lines).T
+    # Selections have their layers in any order, a published file's as in its JSON.
+    return pd.DataFrame(lines).T.sort_index(axis=1)
 
 
 def _whole(shares: pd.DataFrame) -> pd.DataFrame:

@@ -139,7 +139,8 @@ def _is_plain(router: nn.Module) -> bool:
     """Whether a router chooses by the products of its tokens with one ``weight``, and no more.
 
     Not so where it holds another tensor, such as a bias, where the block passes it one (HY-V3,
-    AFMoE), or where it chooses among groups of experts first.
+    AFMoE), where it chooses among groups of experts first, or where it samples in
+    training and masks what lies far from the best (Phi-MoE's sparsemixer).
     """
     if isinstance(router, Router):
         return True
@@ -148,7 +149,9 @@ def _is_plain(router: nn.Module) -> bool:
     ]
     takes = signature(router.forward).parameters
     greedy = getattr(router, "topk_method", "greedy") == "greedy"
-    return tensors == ["weight"] and len(takes) == 1 and greedy
+    sparsemixer = hasattr(router, "router_jitter_noise")
+    alone = tensors == ["weight"] and len(takes) == 1
+    return alone and greedy and not sparsemixer
 
 
 def _check_size(size: int, experts: int, top_k: int = 0) -> None:

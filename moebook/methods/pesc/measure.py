@@ -72,18 +72,31 @@ def _check_mask(routers: Sequence[mnn.Router], mask: Tensor | None) -> None:
 
 
 def balance_gradient(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float, float]:
-    """Return a batch's balance loss, mean over layers, and its gradient's norm over all routers."""
+    """Return a batch's balance loss, mean over layers, and its gradient's norm over all routers.
+
+    A frozen router has no part in the norm. No parameter's ``.grad`` is written.
+    """
     check_batch("balance_gradient", model, batch)
-    model(**batch)  # leaves its decisions in the routers' trace
+    config = checkpoint.origin(model, Origin).config
     routers = mnn.routers(model)
+    if not routers:
+        hint = "the dense arm: prepare it with sparse=True"
+        refuse("E-MODEL", f"balance_gradient: the model has no routers, as {hint}")
+    if config.balance == "none":
+        hint = "expected 'live', 'kept' or 'constant'"
+        refuse("E-CHOICE", f"balance_gradient: balance is 'none', {hint}")
+    model(**batch)  # leaves its decisions in the routers' trace
     value = balance_loss(model) / len(routers)
-    if not value.requires_grad:
+    weights = [router.weight for router in routers if router.weight.requires_grad]
+    # Where the host trains, frozen routers' loss has a gradient, but none of theirs.
+    if not (weights and value.requires_grad):
         why = "the routers are frozen, or the model is in evaluation mode: model.train() first"
         refuse(
             "E-GRADIENT", f"balance_gradient: the balance loss has no gradient: {why}"
         )
-    value.backward()
-    norm = torch.stack([router.weight.grad.norm() for router in routers]).norm()
+    # A weight that the loss does not depend on gives zeros.
+    grads = torch.autograd.grad(value, weights, materialize_grads=True)
+    norm = torch.stack([grad.norm() for grad in grads]).norm()
     return value.item(), norm.item()
 
 

@@ -146,14 +146,22 @@ def tuned(
     named: str = "",
     **recipe: Any,
 ) -> Tuned:
-    """Put an arm on the base, in place; ``named`` is the LoRA of a Source Best or Expert LoRA."""
+    """Put an arm on the base, in place; ``named`` is the LoRA of a Source Best or Expert LoRA.
+
+    What was not shipped is made here, gates at ``lr``, on the rows that the LoRAs were trained on.
+    """
     module = MODULES[arm.rival]
     extra = {"named": named} if named else {}
     config = module.Config.preset(arm.preset, **{**arm.changes, **extra})
     if arm.rival == "phatgoose":
-        recipe["learnt"] = shipped.gates[lr]
+        recipe["learnt"] = shipped.gates.get(lr, {})
+        if not bank.keys() <= recipe["learnt"].keys():
+            config = replace(config, lr=lr)  # the others' gates are learnt here
     if arm.rival == "pi_tuning":
-        recipe["embeddings"] = {name: shipped.fishers[name] for name in bank}
+        fishers = {
+            name: shipped.fishers[name] for name in bank if name in shipped.fishers
+        }
+        recipe["embeddings"] = fishers
     seen = replace(data, chosen=None) if arm.data == "D_K" else data
     result: Tuned = module.tuned(model, bank, seen, config, lr=lr, **recipe)
     return result

@@ -337,14 +337,21 @@ def targets(
     names: Annotated[Each[str | Task], Field(min_length=1)],
     source: Origin,
     pins: SkipValidation[Pins],
-    split: str = "test",
+    split: Literal["test", "fresh"] = "test",
 ) -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
     """Return, by target task, its annotated rows, those for training, and the rows that test it.
 
     A target is a `Task` of your own, or a name: of an embedded task, with test rows of a
     ``split``, ``"test"`` or ``"fresh"``, or with the source ``"hub"`` of a set there, at its place
-    among ``pins`` (`hub.pins`).
+    among ``pins`` (`hub.pins`). Rows go by a target's name, so different targets of one
+    name are refused.
     """
+    by_name: dict[str, str | Task] = {}
+    for target in names:
+        name = target if isinstance(target, str) else target.name
+        if by_name.setdefault(name, target) != target:
+            hint = "expected a name each: rename the file of one"
+            refuse("E-DATA", f"two targets are called '{name}', {hint}")
     on_hub = [name for name in names if source == "hub" and isinstance(name, str)]
     for name in on_hub:
         unknown = f"no test rows are known for '{name}';"
@@ -355,7 +362,8 @@ def targets(
         rows: dict[str, list[Row]] = {}
         for target in names:
             if target in on_hub:
-                rows[target] = source_rows(target, pins[target], of_hub.get(target, ""))
+                place = hub.origin(target, pins)
+                rows[target] = source_rows(target, place, of_hub.get(target, ""))
             else:
                 task = tasks.find(target) if isinstance(target, str) else target
                 rows[task.name] = task.rows(of_own, task.available(of_own))

@@ -309,6 +309,9 @@ def _adding(down: Tensor, up: Tensor) -> Callable[..., Tensor]:
 
     def add(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         loras = len(down)
+        if len(output) != 1 and len(output) % loras:
+            held = f"{loras} LoRAs, expected an equal part of the rows for each"
+            refuse("E-SHAPE", f"attached: {len(output)} rows for {held}")
         # Each LoRA has a part of the rows; a single row is read by all of them.
         parts = 1 if len(output) == 1 else loras
         x = args[0].unflatten(0, (parts, -1)).flatten(1, -2)  # [parts, B T, D]
@@ -513,8 +516,8 @@ class _Patterns:
 def rotated(lora: Lora, seed: Seed) -> Lora:
     """Give a LoRA other factors of the same ``B A``: ``B Q^T`` and ``Q A``, Q orthogonal.
 
-    Q ``[R, R]`` is drawn for each layer. What the LoRA computes, and its cosine with others,
-    stays; what its first A has in common with theirs goes.
+    Q ``[R, R]`` is drawn for each layer. What the LoRA computes stays, and so do the cosines of
+    its ``B A`` with others'. What its A and B, each by itself, have in common with theirs goes.
     """
     generator = torch.Generator().manual_seed(seed)
     down = {}

@@ -120,13 +120,19 @@ def over_targets(
     """Join an arm's evaluations, by target, so that each counts once, as in the paper's averages.
 
     ``tested`` is by target the task that evaluates it. Returns `evaluation.by_benchmark`, with the
-    target as ``domain`` and ``nll`` (nats a token) weighted as ``score`` is.
+    target as ``domain`` and ``nll`` (nats a token) weighted as ``score`` is, over the items that
+    have nats.
     """
+    targets: dict[str, str] = {}
     for target in tables:
         refuse_unknown(
             target, tested, "E-KEYS", f"nothing is said to test target '{target}';"
         )
         test = tested[target]
+        if test in targets:
+            both = f"targets '{targets[test]}' and '{target}'"
+            refuse("E-KEYS", f"'{test}' tests {both}, expected a test each")
+        targets[test] = target
         for task in tables[target].task.unique():
             # A subject of a benchmark begins with the benchmark's name.
             if not f"{task}_".startswith(f"{test}_"):
@@ -134,12 +140,20 @@ def over_targets(
                     "E-DATA",
                     f"target '{target}' has rows of '{task}', '{test}' tests it",
                 )
-    targets = {tested[target]: target for target in tables}
-    joined = evaluation.by_benchmark(
-        pd.concat(tables.values(), ignore_index=True), targets
-    )
-    # Not all items have nats: the weights of those that do are brought to mean 1 again.
-    weight = joined.weight / joined.weight[joined.nll.notna()].mean()
+    whole = pd.concat(tables.values(), ignore_index=True)
+    joined = evaluation.by_benchmark(whole, targets)
+    counted = [target for target, table in tables.items() for _ in range(len(table))]
+    astray = (joined.domain != counted).to_numpy()
+    if astray.any():
+        first = int(astray.argmax())
+        one = f"'{whole.task[first]}' of target '{counted[first]}'"
+        other = f"rows of target '{joined.domain[first]}'"
+        refuse("E-KEYS", f"rows of {one} count as {other}, expected tests apart")
+    # Not all items have nats. Those that do stand for all of their target.
+    there = joined.nll.notna()
+    weight = joined.weight / there.groupby(joined.domain).transform("mean")
+    # Brought to mean 1 again, where a target has none at all.
+    weight /= weight[there].mean()
     return joined.assign(nll=joined.nll * weight)
 
 

@@ -103,11 +103,12 @@ def expand(
                 "E-DATA",
                 f"row {number} has no rationale; write them first or score without",
             )
+        bare = field(row, "answer", f"row {number}")
         # Eq. 3: y^ = Phi(x, y).
         if order == "answer_first":
-            answer = f"{row['answer']}\n{rationale}"
+            answer = f"{bare}\n{rationale}"
         else:
-            answer = f"{rationale}\nThe answer is {row['answer']}"
+            answer = f"{rationale}\nThe answer is {bare}"
         expanded.append({**row, "answer": answer})
     return expanded
 
@@ -298,16 +299,23 @@ def _right(
         why = "code is right when it passes tests, and this row has none"
         refuse("E-SANDBOX", f"task '{row['task']}': {why}; give post= to compare texts")
     sandbox.ready()
-    return lambda text: (
-        sandbox.judged(_named(text, row["answer"]), tests=row["tests"]) == "passed"
-    )
+    wanted = _functions(row["answer"])
+
+    def passes(text: str) -> bool:
+        program = _named(text, wanted)
+        # A function of Python's own name, as `sum`, is the program's, too.
+        return sandbox.judged(program, tests=row["tests"], own=wanted) == "passed"
+
+    return passes
 
 
-def _named(program: str, solution: str) -> str:
+def _functions(program: str) -> list[str]:
+    return re.findall(r"^def (\w+)", program, re.MULTILINE)
+
+
+def _named(program: str, wanted: Sequence[str]) -> str:
     """Give a program's last function the name of the solution's: Table 8's prompt names none."""
-    names, wanted = (
-        re.findall(r"^def (\w+)", text, re.MULTILINE) for text in (program, solution)
-    )
+    names = _functions(program)
     # Nothing to name where one of them defines none, or the name is there.
     known = not names or not wanted or wanted[-1] in names
     return program if known else f"{program}\n{wanted[-1]} = {names[-1]}\n"

@@ -21,6 +21,7 @@ from moebook.analysis.routers import gradients, reach
 from moebook.methods.upcycling.apply import upcycle
 from moebook.methods.upcycling.config import Config, Rule
 from moebook.methods.upcycling.starts import Start
+from moebook.nn import evaluating
 from moebook.nn.batch import check_batch
 from moebook.settings import checked
 
@@ -50,11 +51,11 @@ def step_zero(
 
     One row by rule (Eq. 2's and Mixtral's), experts per token (1 and 2) and start: ``loss``, nats
     per token above the dense model's, and ``gradient``, the Euclidean norm over all routers. The
-    batch holds ``input_ids`` and ``labels`` ``[B, T]``.
+    batch holds ``input_ids`` and ``labels`` ``[B, T]``. Dropout is off.
     """
     check_batch("step_zero", dense, batch, needs=["labels"])
     batch = send_to_device(batch, dense.device)
-    dense_loss = dense(**batch).loss.item()
+    dense_loss = _loss(dense, batch)
     rows = {}
     rules: tuple[Rule, ...] = ("renormalised", "probability")
     for rule, k, (name, start) in product(rules, (1, 2), starts.items()):
@@ -64,10 +65,16 @@ def step_zero(
         # The norm of the layers' norms is that over all routers together.
         norm = np.linalg.norm(gradients(model, batch).gradient)
         rows[rule, k, name] = {
-            "loss": model(**batch).loss.item() - dense_loss,
+            "loss": _loss(model, batch) - dense_loss,
             "gradient": norm,
         }
     return pd.DataFrame(rows).T.rename_axis(["combine", "experts per token", "start"])
+
+
+def _loss(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> float:
+    with evaluating(model):
+        loss: float = model(**batch).loss.item()
+        return loss
 
 
 def behind_norms() -> pd.DataFrame:

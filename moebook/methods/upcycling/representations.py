@@ -41,6 +41,7 @@ def batches(
         if name not in rows.column_names:
             have = ", ".join(rows.column_names)
             refuse("E-DATA", f"rows have {have}, expected {name}: see data.encode")
+    rows = rows.with_format(None)  # lists, whatever the rows are shown as
     for at in range(0, len(rows), size):
         part = rows[at : at + size]
         for number, (ids, answer) in enumerate(
@@ -101,7 +102,8 @@ def hardest(
         # In floats 0.29 * 100 is 28.999999999999996: 29 are meant.
         wanted = math.floor(share * len(rows) + 1e-9)
         if not wanted:
-            least = f"a share of {share:g} needs {math.ceil(1 / share)}"
+            fewest = math.ceil((1 - 1e-9) / share)
+            least = f"a share of {share:g} needs {fewest}"
             refuse(
                 "E-DATA", f"task '{task}' has {len(rows)} instances, {least} at least"
             )

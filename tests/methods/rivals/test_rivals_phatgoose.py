@@ -60,6 +60,17 @@ def test_neither_length_nor_mean_of_a_gate_counts_and_x_itself_scores_root_d():
     assert alone(x).eq(1).all()
 
 
+@pytest.mark.parametrize("deviation", [1e-4, 1e-3, 1e-2, 1.0])
+def test_a_short_gate_scores_what_layer_norms_eps_leaves(deviation):
+    torch.manual_seed(0)
+    x = torch.randn(4, 256).double()
+    gate = torch.randn(1, 256).double()
+    gate = (gate - gate.mean()) / gate.std(correction=0)
+    shares = phatgoose.scores(x, deviation * gate) / phatgoose.scores(x, 1e3 * gate)
+    left = deviation / (deviation**2 + 1e-5) ** 0.5  # 0.3 at 1e-3
+    torch.testing.assert_close(shares, torch.full_like(shares, left))
+
+
 def test_a_gate_starts_at_half_strength_with_the_gradient_of_the_closed_form(
     model, batch, bank
 ):

@@ -1,5 +1,6 @@
 """The bank: read in order, trained and reused, guarded; its sets of rows; the shipped one."""
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -328,3 +329,42 @@ def test_embedded_targets_and_open_data_are_rows_of_the_tasks():
         row for rows in drawn.values() for row in rows
     ]
     assert list(bank.embedded(3, names=["isa", "gcd"])) == ["gcd", "isa"]
+
+
+def own_task(folder, name="teams"):
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.jsonl"
+    splits = ("train", "test")
+    rows = [
+        {"prompt": f"{s}{n}", "answer": "a", "split": s} for s in splits for n in "12"
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return tasks.Task.from_jsonl(path)
+
+
+def test_own_targets_of_one_name_are_refused(tmp_path):
+    one = own_task(tmp_path / "one")
+    other = own_task(tmp_path / "other")
+    clients = own_task(tmp_path / "other", "clients")
+    for names in ([one, other], ["gcd", one, clients, other]):
+        words = "E-DATA: two targets are called 'own_teams'"
+        refused(words, bank.targets, names, "embedded", {})
+    both = ["own_teams", "own_clients"]
+    for names in ([one, clients], [one, clients, one]):  # the same one is no other
+        annotated, held_out = bank.targets(names, "embedded", {})
+        assert list(annotated) == list(held_out) == both
+
+
+@pytest.mark.parametrize(
+    ("source", "pins", "split", "message"),
+    [
+        ("hub", {}, "test", "E-PIN: no origin is given for 'PIQA'"),
+        ("hub", {"GSM8K": "a" * 40}, "test", "E-PIN: no origin is given for 'PIQA'"),
+        ("hub", {}, "validation", "E-CHOICE: split is 'validation'"),
+        ("embedded", {}, "train", "E-CHOICE: split is 'train'"),
+        ("embedded", {}, "Test", "E-CHOICE: split is 'Test'"),
+    ],
+)
+def test_targets_of_no_known_place_or_split_are_refused(source, pins, split, message):
+    name = "PIQA" if source == "hub" else "gcd"
+    refused(message, bank.targets, [name], source, pins, split)

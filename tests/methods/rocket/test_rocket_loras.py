@@ -419,6 +419,13 @@ def test_several_loras_at_once_equal_one_after_another(model, batch, bank):
             assert torch.allclose(model(**batch).logits, logits, atol=1e-5)
 
 
+@pytest.mark.parametrize(("rows", "count"), [(3, 2), (3, 4), (9, 4), (2, 3)])
+def test_rows_that_have_no_equal_parts_are_refused(rows, count, model, batch, bank):
+    ids = batch["input_ids"][:1].repeat(rows, 1)
+    with loras.attached(model, list(bank.values())[:count]), torch.no_grad():
+        refused(f"E-SHAPE: attached: {rows} rows for {count} LoRAs", model, ids)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -263,6 +263,46 @@ def test_perplexities_stand_beside_what_tuning_came_to_and_correlate_within_a_ta
     assert ranks["nats", "after"].to_dict() == pytest.approx({"a": -1, "c": 0.5})
 
 
+def table(task, nats):
+    return pd.DataFrame({"task": task, "domain": "d", "correct": True, "nll": nats})
+
+
+@pytest.mark.parametrize(
+    ("nats", "mean"),
+    [
+        ({"a": [1, 2, 3, 4], "b": [6, 8]}, (2.5 + 7) / 2),
+        ({"a": [1, np.nan, 3, np.nan], "b": [6, 8]}, (2 + 7) / 2),
+        ({"a": [1, np.nan, 3, np.nan], "b": [np.nan, 8]}, (2 + 8) / 2),
+        ({"a": [1, np.nan, 3, np.nan], "b": [np.nan, np.nan]}, 2),
+    ],
+)
+def test_targets_of_which_some_items_have_no_nats_count_as_much(nats, mean):
+    tables = {name: table(name, values) for name, values in nats.items()}
+    joined = measure.over_targets(tables, {"a": "a", "b": "b"})
+    assert joined.nll.mean() == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(
+    ("tests", "rows", "message"),
+    [
+        (("mmlu", "mmlu"), ("mmlu", "mmlu"), "'mmlu' tests targets 'a' and 'b'"),
+        (("mmlu", "mmlu_law"), ("mmlu_law", "mmlu_law"), "'mmlu_law' of target 'a'"),
+        (("mmlu_law", "mmlu"), ("mmlu_law", "mmlu_law_x"), "'mmlu_law_x' of target"),
+        (("mmlu", "mmlu_law"), ("mmlu_art", "mmlu_law"), ""),
+        (("mmlu", "mmlus"), ("mmlu", "mmlus"), ""),
+    ],
+)
+def test_targets_that_their_tests_do_not_tell_apart_are_refused(tests, rows, message):
+    tested = dict(zip("ab", tests, strict=True)) | {"c": "gcd"}
+    tables = {name: table(row, [1.0]) for name, row in zip("ab", rows, strict=True)}
+    tables["c"] = table("gcd", [2.0, 3.0])
+    if message:
+        refused(f"E-KEYS: .*{message}", measure.over_targets, tables, tested)
+    else:
+        joined = measure.over_targets(tables, tested)
+        assert joined.domain.tolist() == ["a", "b", "c", "c"]
+
+
 def test_an_average_is_over_targets_and_mixed_cases_are_those_that_divide_the_experts():
     right = {"a": [True, False, False, False], "b": [True, True]}
     nats = {"a": [1.0, 2.0, 3.0, 4.0], "b": [6.0, 8.0]}

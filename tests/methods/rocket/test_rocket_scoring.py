@@ -177,7 +177,9 @@ def test_a_candidate_without_a_finite_loss_is_left_out_and_named(score, bank):
 def test_a_program_is_right_when_it_passes_the_rows_tests(
     model, tokenizer, bank, monkeypatch
 ):
-    judged = lambda program, tests: "passed" if program.endswith(tests) else "failed"  # noqa: E731
+    def judged(program, *, tests, own):
+        return "passed" if program.endswith(tests) else "failed"
+
     monkeypatch.setattr(scoring.sandbox, "ready", lambda: None)
     monkeypatch.setattr(scoring.sandbox, "judged", judged)
     texts = iter(["def total(a, b): ...", *["x = 1"] * 9])
@@ -190,6 +192,30 @@ def test_a_program_is_right_when_it_passes_the_rows_tests(
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize("name", ["add", "sum", "pow"])
+@pytest.mark.parametrize("written", ["", "total"])
+def test_a_function_of_pythons_own_name_is_the_programs(
+    name, written, model, tokenizer, bank, monkeypatch
+):
+    def judged(program, *, tests, own=()):
+        # As `inside.judge`: names that Python has are its own, others the program's.
+        names = {}
+        exec(program, names)
+        theirs = {name: names[name] for name in {"add", *own} & names.keys()}
+        exec(tests, theirs)
+        return "passed" if theirs["right"] else "failed"
+
+    monkeypatch.setattr(scoring.sandbox, "ready", lambda: None)
+    monkeypatch.setattr(scoring.sandbox, "judged", judged)
+    program = f"def {written or name}(a, b, c):\n    return a + b * c"
+    monkeypatch.setattr(scoring, "generate", lambda *_, **__: [program])
+    row = {"task": "MBPP", "prompt": "Add.", "tests": f"right = {name}(1, 2, 4) == 9"}
+    row["answer"] = f"def {name}(a, b, c): ..."
+    if name == "sum":  # Python's takes no three
+        row["tests"] = "right = sum(1, c=4, b=2) == 9"
+    assert scoring.accuracy(model, tokenizer, bank, [row])[0].all()
 
 
 def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
@@ -211,6 +237,9 @@ def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
         "E-RANGE: limit is 0": lambda: scoring.accuracy(*host, bank, shots, limit=0),
         "E-CHOICE: order is 'both'": lambda: scoring.expand(shots, order="both"),
         "E-DATA: row 0 has no rationale": lambda: scoring.expand(bare),
+        "E-DATA: row 1: field 'answer' is missing": lambda: scoring.expand(
+            [shots[0], {"prompt": "x", "rationale": "y"}]
+        ),
         "E-KSHOT: have 4 annotated rows": lambda: scoring.draw(shots, 5, 0),
         "E-KSHOT: have 4 annotated rows, need K = 0": lambda: scoring.draw(shots, 0, 0),
         "E-BANK: .* different LoRAs": lambda: scoring.scores(two, three),
