@@ -89,7 +89,7 @@ def statistics(
     Batches hold ``input_ids`` and ``attention_mask`` ``[B, T]``.
 
     Returns:
-        One row a layer: ``scale`` (see `logit_scale`), ``entropy`` of a token's
+        One row a layer, with ``scale`` (see `logit_scale`), ``entropy`` of a token's
         probabilities over ln E, averaged over tokens (1: undecided, 0: certain),
         ``load_entropy``, that of the experts' shares of the routed slots over ln E, and
         ``largest``, the largest share.

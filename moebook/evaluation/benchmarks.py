@@ -106,7 +106,7 @@ def evaluate(
     (2, 3)
 
     Returns:
-        One row an item: ``task``; ``domain`` (``benchmark`` for the hub's); ``item``,
+        One row an item, with ``task``; ``domain`` (``benchmark`` for the hub's); ``item``,
         its number; ``correct``, 0 or 1, or pass@k; ``nll``, the gold answer's nats a
         token; ``nll_sum``, its nats in all (both NaN where a benchmark only generates);
         ``answer``, the gold one; ``output``, the model's text or the number of its

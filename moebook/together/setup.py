@@ -95,7 +95,7 @@ class Setup:
 
     @cached_property
     def inputs(self) -> up.representations.Representations:
-        """What routers read, by domain, on the first rows: decides the length of a start."""
+        """What routers read, by domain, on the first rows; it decides the length of a start."""
         # `mixed` is shuffled: its first rows are a sample of all tasks.
         return self.represent("ffn_input", grouped(self.mixed[:256]))
 

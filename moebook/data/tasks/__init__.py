@@ -41,7 +41,7 @@ with formed(Path(__file__).with_name("tasks.yaml")) as _FILE:
     KSHOT = _catalogue(_FILE["kshot"])  # to be met with few annotated rows
     GENERAL = _catalogue(_FILE["general"])  # what the bases know and tuning may forget
 KNOWN = CATALOGUE | GENERAL | KSHOT
-"""All of them: whatever can be drawn and evaluated by name."""
+"""All of them, whatever can be drawn and evaluated by name."""
 
 
 FILE = ".jsonl"

@@ -89,7 +89,7 @@ def moved(base: nn.Module, folder: Place) -> pd.DataFrame:
     model's (after `merge`). The base stays as it is.
 
     Returns:
-        A row a layer and expert: ``layer``; ``expert``; ``change``, the Frobenius norm of
+        A row a layer and expert, with ``layer``; ``expert``; ``change``, the Frobenius norm of
         what was added to its weights over that of the weights, a number without unit, 0
         where it was not moved; ``moved``, whether it is above 0.
 

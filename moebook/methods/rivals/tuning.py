@@ -65,7 +65,7 @@ class Data:
 
     @property
     def rows(self) -> Rows:
-        """D_K and D_A: what is trained on."""
+        """D_K and D_A, which are trained on."""
         return datasets.concatenate_datasets(
             [self.shots, *([self.chosen] if self.chosen else [])]
         )
@@ -126,7 +126,7 @@ class Tuned:
 
     @property
     def merges(self) -> bool:
-        """Whether it is one LoRA: weights that read no input."""
+        """Whether it is one LoRA, whose weights read no input."""
         return type(self.origin) is Origin
 
     @torch.no_grad()

@@ -152,17 +152,17 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The number that B A is multiplied by: alpha / R, or alpha / sqrt R."""
+        """The number that B A is multiplied by, alpha / R or alpha / sqrt R."""
         return _scale(self.alpha, self.rank, self.rank_stabilised)
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Last names of the linear layers, sorted: ``("q_proj", "v_proj")``."""
+        """Last names of the linear layers, sorted, as in ``("q_proj", "v_proj")``."""
         return tuple(sorted({path.rpartition(".")[2] for path in self.down}))
 
     @property
     def digest(self) -> str:
-        """Hash of what it computes: alpha's scale, names and bytes of the factors."""
+        """Hash of what it computes, by alpha's scale, names and bytes of the factors."""
         return f"{self.scale!r} {checkpoint.hashed(self._tensors())}"
 
     def _tensors(self) -> dict[str, Tensor]:
