@@ -311,7 +311,7 @@ def _lies_elsewhere(error: Exception) -> bool:
     """Whether memory, a disk or a limit of the system is at fault, and no file."""
     if isinstance(error, OSError):
         # Arrow's own errors have no number.
-        return error.errno not in (None, errno.EISDIR)
+        return error.errno not in (None, errno.EISDIR, errno.ENOTDIR)
     return isinstance(error, MemoryError)  # pa.ArrowMemoryError is one
 
 
