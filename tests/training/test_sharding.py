@@ -30,6 +30,8 @@ FSDP2 = {
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
 }
+# What ends a process whose heap was torn, as glibc and the system tell it.
+TORN = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 on_cpu = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="needs the GPU hidden"
 )
@@ -80,7 +82,15 @@ def settings_of_two(tmp_path_factory):
 def launched(tmp_path):
     """Fork processes that train one course together; return what each found or was refused."""
 
-    def launch(count, *, shards=True, name="esft", settings=None, **more):
+    def launch(count, **given):
+        found, ends = once(count, **given)
+        if any(os.WIFSIGNALED(end) and os.WTERMSIG(end) in TORN for end in ends):
+            # This process has threads, so that a fork of it may find the heap in disorder.
+            # A fault of ours would show again.
+            found, _ = once(count, **given)
+        return found
+
+    def once(count, *, shards=True, name="esft", settings=None, **more):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -108,15 +118,14 @@ def launched(tmp_path):
                 traceback.print_exc()
             finally:
                 os._exit(0)
-        for child in children:
-            os.waitpid(child, 0)
+        ends = [os.waitpid(child, 0)[1] for child in children]
         files = [tmp_path / f"{rank}.json" for rank in range(count)]
         found = [
             json.loads(file.read_text()) if file.exists() else None for file in files
         ]
         for file in files:
             file.unlink(missing_ok=True)
-        return found
+        return found, ends
 
     return launch
 
