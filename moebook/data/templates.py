@@ -182,10 +182,11 @@ def final_number(text: str) -> str:
 
 
 def gsm8k(raw: Mapping[str, Any], where: str) -> Row:
-    """GSM8K: the final number is the answer, the worked solution the rationale.
+    """Take a row of GSM8K: the final number is the answer, the solution the rationale.
 
     Table 8 prints the worked solution as the answer; but Eq. 5 compares answers.
     """
+    # "48 / 2 = 24 ...", then "#### 72" on the last line.
     worked, mark, number = field(raw, "answer", where).rpartition("\n#### ")
     if not mark or not final_number(number):
         refuse("E-DATA", f"{where}: field 'answer' has no last line '#### number'")

@@ -176,23 +176,20 @@ class Task:
         """Refuse a split without a row, as a user's file may have (E-DATA)."""
         if self.available(split):
             return
-        remedy = f'give rows "split": "{split}"'
+        wanted = f'rows "split": "{split}"'
         if split in ("fresh", "rest"):  # parts of train, which no row may name
-            remedy = 'give two or more rows "split": "train"'
+            wanted = 'two or more rows "split": "train"'
         if not any(item.split for item in self.items("all")):
-            remedy = (
-                f"give {own.PART} prompts or more, or {remedy.removeprefix('give ')}"
-            )
-        refuse("E-DATA", f"{self.source}: no row is of split '{split}'; {remedy}")
+            wanted = f"{own.PART} prompts or more, or {wanted}"
+        refuse("E-DATA", f"{self.source}: no row is of split '{split}'; give {wanted}")
 
     @checked
     def rows(self, split: str, size: int, seed: int = 0) -> list[dict[str, str]]:
-        """Draw `size` rows of a split without replacement, by the seed.
+        """Draw ``size`` rows of a split without replacement, by the seed.
 
-        A prefix of any longer draw with this seed: task, domain, prompt, answer and any
-        rationale. Beside train, validation and test there are all, and two parts of
-        train: fresh (1,000 at most, no more than half of train) and rest, what is left
-        of it.
+        Fewer rows with this seed are the first of these. Each has its task, domain, prompt,
+        answer and any rationale. Splits are train, validation, test and all; beside them
+        ``fresh``, at most 1,000 rows and half of train, and ``rest``, the others of train.
         """
         return [row for _, row in self.draw(split, size, seed)]
 

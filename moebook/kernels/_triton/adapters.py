@@ -66,17 +66,22 @@ def _gelu(x):
 
 @triton.jit
 def _tile_of(token, ids, tiles, tile, E: tl.constexpr, BM: tl.constexpr):
-    """Of one tile: tokens, which count, both experts, and the slots of the lower and the higher."""
-    tile = tiles + 3 * tile
-    pair = tl.load(tile)
-    start = tl.load(tile + 1)
-    end = tl.load(tile + 2)
-    live = tl.arange(0, BM) < end - start
+    """Return a tile's tokens, which of them count, their two experts, and their slots of each.
+
+    A tile holds tokens of one pair of experts: pair, first and end of its tokens, [3].
+    """
+    told = tiles + 3 * tile
+    pair = tl.load(told)  # lower * E + higher
+    start = tl.load(told + 1)
+    end = tl.load(told + 2)
+    live = tl.arange(0, BM) < end - start  # the last tile of a pair is not full
     source = tl.load(token + start + tl.arange(0, BM), mask=live, other=0)
     # Which of a token's two choices is the lower expert.
     second = tl.load(ids + 2 * source, mask=live, other=0) != pair // E
-    slot = (2 * source + second.to(tl.int64)).to(tl.int32)  # 64 bits would spill
-    return source, live, pair // E, pair % E, slot, (4 * source + 1).to(tl.int32) - slot
+    # A token's slots are 2 t and 2 t + 1, in sum 4 t + 1. As 64 bits they would spill.
+    lower = (2 * source + second.to(tl.int64)).to(tl.int32)
+    higher = (4 * source + 1).to(tl.int32) - lower
+    return source, live, pair // E, pair % E, lower, higher
 
 
 @triton.jit

@@ -269,14 +269,19 @@ def _weight_gradient(
 
 @triton.jit
 def _combine(rows, place, out, D: tl.constexpr, K: tl.constexpr, BD: tl.constexpr):
-    """Add each token's K rows: of ``rows [S, D]``, at ``place [T, K]``, into ``out [T, D]``."""
+    """Add each token's K rows of ``rows [S, D]``, which ``place [T, K]`` names; ``out [T, D]``.
+
+    A program writes BD numbers of one token, summed in float32 in the order of its choices.
+    """
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
+    inside = d < D
     total = tl.zeros((BD,), dtype=tl.float32)
     for k in range(K):
         row = tl.load(place + token * K + k)
-        total += tl.load(rows + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-    tl.store(out + token * D + d, total.to(out.dtype.element_ty), mask=d < D)
+        part = tl.load(rows + row * D + d, mask=inside, other=0.0)
+        total += part.to(tl.float32)
+    tl.store(out + token * D + d, total.to(out.dtype.element_ty), mask=inside)
 
 
 def product(

@@ -340,15 +340,6 @@ def benchmarks(pools: Mapping[str, Pool]) -> pd.DataFrame:
     return every.assign(**digits.astype(object)).fillna("")
 
 
-def word(name: str) -> str:
-    """Write a base or a benchmark as one part of a recorded value's name.
-
-    A name that can be one stays as it is; what else a path holds, or a hub's ``org/name@commit``,
-    becomes ``_``.
-    """
-    return re.sub(r"[^A-Za-z0-9_.=+-]+", "_", name).lstrip("_.=+-") or "folder"
-
-
 def _benchmark_items(run: records.Run) -> pd.DataFrame:
     """Return the items of a run's benchmarks as `moebook.evaluation.evaluate` gives them."""
     by_task = dict[tuple[str, str], dict[str, Any]]()

@@ -99,21 +99,7 @@ def _departures(
     """
     if pool is None:
         return {}
-    departures = {}
-    facts = notebook.facts(protocol)
-    if SEEDS in facts:
-        planned = {*notebook.seeds(protocol), *notebook.seeds(protocol, OTHERS)}
-        ran = planned.intersection(pool.seeds)
-        if len(ran) < len(planned):
-            count = f"{len(ran)} of {len(planned)} seeds ran"
-            if protocol in sources.running(notebook, folder):
-                departures[RUNNING] = f"{count}; it decides nothing before all have"
-            else:
-                why = facts.get(sources.STOPPED, "")
-                departures["Stopped early"] = f"{count}: {why}" if why else count
-        added = set(pool.seeds).difference(planned)
-        if added:
-            departures["Seeds added later"] = ", ".join(map(str, sorted(added)))
+    departures = _other_seeds(folder, notebook, protocol, pool)
     path = notebook.path.with_name(f"{notebook.path.stem}.{protocol}.yaml")
     first = min(pool.runs, key=lambda run: str(run.manifest.get("date", "")))
     before = storage.files.at(first.manifest.get("commit"), path, folder)
@@ -125,6 +111,29 @@ def _departures(
         more_arms = _added(pool, str(planned_arms))
         if more_arms:
             departures["Arms added later"] = ", ".join(more_arms)
+    return departures
+
+
+def _other_seeds(
+    folder: Path, notebook: sources.Notebook, protocol: str, pool: Pool
+) -> dict[str, str]:
+    """Say which planned seeds a pool lacks, and which of its seeds were not planned."""
+    facts = notebook.facts(protocol)
+    if SEEDS not in facts:
+        return {}
+    departures = {}
+    planned = {*notebook.seeds(protocol), *notebook.seeds(protocol, OTHERS)}
+    ran = planned.intersection(pool.seeds)
+    if len(ran) < len(planned):
+        count = f"{len(ran)} of {len(planned)} seeds ran"
+        if protocol in sources.running(notebook, folder):
+            departures[RUNNING] = f"{count}; it decides nothing before all have"
+        else:
+            why = facts.get(sources.STOPPED, "")
+            departures["Stopped early"] = f"{count}: {why}" if why else count
+    added = set(pool.seeds).difference(planned)
+    if added:
+        departures["Seeds added later"] = ", ".join(map(str, sorted(added)))
     return departures
 
 

@@ -11,5 +11,6 @@ from moebook.lab.records.runs import (
     read_run,
     since,
     within,
+    word,
     write_run,
 )

@@ -87,6 +87,15 @@ def minus(text: str) -> str:
     return unsigned.replace("-", "−")
 
 
+def word(name: str) -> str:
+    """Write a base or a benchmark as one part of a recorded value's name.
+
+    A name that can be one stays as it is; what else a path holds, or a hub's ``org/name@commit``,
+    becomes ``_``.
+    """
+    return re.sub(r"[^A-Za-z0-9_.=+-]+", "_", name).lstrip("_.=+-") or "folder"
+
+
 def within(unit: str, ends: tuple[float, float]) -> tuple[float, float]:
     """Cut an interval of a value where its unit ends.
 

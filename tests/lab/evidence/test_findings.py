@@ -11,7 +11,7 @@ import pytest
 from moebook import evaluation, storage
 from moebook.data import tasks
 from moebook.errors import Refusal
-from moebook.lab import papers
+from moebook.lab import papers, records
 from moebook.lab.evidence import findings, heads
 from moebook.lab.evidence.verdicts import repeated, row
 from moebook.lab.pages import pages
@@ -514,7 +514,7 @@ def recorded(base, items):
             evaluate=lambda *_, **__: items, summary=evaluation.summary
         ),
         "plotting": SimpleNamespace(curves=lambda *_, **__: None),
-        "findings": findings,
+        "records": records,
         "tasks": tasks,
         "pd": pd,
     }
