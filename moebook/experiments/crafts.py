@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from moebook.data import tasks
 from moebook.methods import esft, pesc, rocket
 from moebook.methods import upcycling as up
 from moebook.methods.rivals import arrow as arrows
@@ -45,7 +46,8 @@ def chosen_loras(
     shots = [*setup.mixed[: setup.config.shots]]
     read = deepcopy(setup.base)
     nats = rocket.score.log_perplexity(read, setup.tokenizer, bank, shots)
-    solved = rocket.score.accuracy(read, setup.tokenizer, bank, shots)
+    own = tasks.of_files(setup.rows)
+    solved = rocket.score.accuracy(read, setup.tokenizer, bank, shots, own=own)
     scores = rocket.score.scores(nats, solved)
     config = _rocket(setup, bank)
     alike = rocket.choose.similarity(bank, config)

@@ -1,8 +1,10 @@
 """One base, one budget: equal starts, equal budgets, and combinations that are what they say."""
 
+import json
 from copy import deepcopy
 from dataclasses import replace
 from itertools import chain
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -16,7 +18,7 @@ from moebook.analysis.routers import logit_scale
 from moebook.experiments import crafts
 from moebook.experiments.budgets import train
 from moebook.experiments.together import arms
-from moebook.methods import esft, pesc, upcycling
+from moebook.methods import esft, pesc, rocket, upcycling
 from moebook.methods.rocket.loras import Lora, attached, linears
 from moebook.models.anatomy import sparse_layers
 from moebook.nn import routers
@@ -418,6 +420,19 @@ def test_rocket_chooses_as_many_as_asked_and_deals_all_shots_out(dense):
     assert list(shots) == list(picked)
     dealt = {row["prompt"] for row in chain(*shots.values())}
     assert dealt == {row["prompt"] for row in dense.mixed[:6]}
+
+
+def test_rocket_judges_shots_of_a_users_file_by_its_rule(dense, tmp_path, monkeypatch):
+    file = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"{n} + 1 =", "answer": f"{n + 1}"} for n in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = {str(file): data.tasks.rows(str(file), "train", 20)}
+    judged = Mock(wraps=rocket.score.accuracy)
+    monkeypatch.setattr(rocket.score, "accuracy", judged)
+    crafts.chosen_loras(
+        replace(dense, rows=drawn | dense.rows), bank(dense, DENSE["rocket"])
+    )
+    assert list(judged.call_args.kwargs["own"]) == ["own_sums"]
 
 
 @pytest.mark.parametrize("name", ["lora", "pesc", "su", "esft", "gate"])

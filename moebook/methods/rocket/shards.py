@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from pyarrow.dataset import ParquetFileFormat, dataset
 
 from moebook import cluster, models, storage
+from moebook.data.tasks import Task
 from moebook.errors import Refusal, refuse, told
 from moebook.kernels.dispatch import shapes
 from moebook.methods import rocket
@@ -37,8 +38,8 @@ from moebook.settings import FINITE, Count, Place, Seed, checked, settings
 Array = np.ndarray
 Row = Mapping[str, str]
 # What is done at once: "name" of the file that it leaves, and what it reads.
-Task = dict[str, Any]
-Work = Callable[[Task], bytes]
+Part = dict[str, Any]
+Work = Callable[[Part], bytes]
 # Columns of a shard: either, or both.
 EMBEDDING = "embedding"
 TEXTS = ("prompt", "answer")
@@ -167,20 +168,23 @@ def score(
     config: Config,
     to: Place,
     *,
+    own: Mapping[str, Task] = rocket.score.NONE,
     engine: Engine = HERE,
 ) -> Scored:
-    """Score all PEFT folders of a folder on the shots, which have rationales (`scoring`).
+    """Score all PEFT folders of a folder on the shots, which have rationales (`rocket.score`).
 
-    ``base`` is one that `models.load` knows. What each group of LoRAs gave is kept in ``to``.
+    ``base`` is one that `models.load` knows. Shots of a user's file are judged by its task, among
+    ``own`` by name. What each group of LoRAs gave is kept in ``to``.
     """
+    judged = [(name, task.compare, task.max_new_tokens) for name, task in own.items()]
     paths = loras.folders(Path(folder))
     tasks = []
     for at in range(0, len(paths), TOGETHER):
         group = paths[at : at + TOGETHER]
         files = chain.from_iterable(sorted(path.iterdir()) for path in group)
-        name = _named(group[0].name, files, base, config, *map(dict, shots))
+        name = _named(group[0].name, files, base, config, judged, *map(dict, shots))
         tasks.append({"name": name, "paths": [*map(str, group)]})
-    make = partial(_scoring, paths[0], base, list(shots), config, engine.device)
+    make = partial(_scoring, paths[0], base, list(shots), config, own, engine.device)
     parts = [pq.read_table(path) for path in _done(tasks, make, Path(to), engine)]
     whole = pa.concat_tables(parts).to_pandas().set_index("name")
     # Within a group `bank.check` finds them; those of two groups show here.
@@ -224,7 +228,7 @@ def _drawing(
     """Make what draws a shard's rows with the largest keys, as in one stream of all shards."""
     reader = load() if load else None
 
-    def work(task: Task) -> bytes:
+    def work(task: Part) -> bytes:
         # `augment.draw` takes one number a row: the shard begins where one stream of
         # all shards would be, with the generator that `default_rng` makes.
         random = np.random.PCG64(seed)
@@ -287,14 +291,19 @@ def _largest(paths: Sequence[Path], budget: int) -> pa.Table | None:
 
 
 def _scoring(
-    first: Path, base: str, shots: list[Row], config: Config, device: str
+    first: Path,
+    base: str,
+    shots: list[Row],
+    config: Config,
+    own: Mapping[str, Task],
+    device: str,
 ) -> Work:
     """Make what scores some LoRAs, each checked beside the bank's first."""
     model, tokenizer = models.load(base, device=device)
     reference = fingerprint(model)
     expanded = rocket.score.expand(shots, order=config.rationale)
 
-    def work(task: Task) -> bytes:
+    def work(task: Part) -> bytes:
         group = {path.name: path for path in map(Path, task["paths"])}
         paths = {first.name: first, **group}
         read = {
@@ -312,7 +321,7 @@ def _scoring(
         tables = Scored(
             plain=nats(shots),
             reasoning=nats(expanded),
-            solved=rocket.score.accuracy(model, tokenizer, scored, shots),
+            solved=rocket.score.accuracy(model, tokenizer, scored, shots, own=own),
         )
         columns = {
             name: [*table.to_numpy()] for name, table in tables._asdict().items()
@@ -330,7 +339,7 @@ class _Actor:
         # Made once, since that loads an encoder or a base.
         self.make = cache(make)
 
-    def __call__(self, task: Task) -> dict[str, Any]:
+    def __call__(self, task: Part) -> dict[str, Any]:
         """Return the content of the task's file, or the problem."""
         outcome = {"name": task["name"], "content": b"", "problem": ""}
         try:
@@ -343,7 +352,7 @@ class _Actor:
 
 
 def _done(
-    tasks: list[Task], make: Callable[[], Work], to: Path, engine: Engine
+    tasks: list[Part], make: Callable[[], Work], to: Path, engine: Engine
 ) -> list[Path]:
     """Do the tasks that have no file yet, all that can be done; return all files, in order."""
     to.mkdir(parents=True, exist_ok=True)
@@ -364,7 +373,7 @@ def _done(
 
 
 def _on_ray(
-    todo: list[Task], make: Callable[[], Work], engine: Engine
+    todo: list[Part], make: Callable[[], Work], engine: Engine
 ) -> Iterator[dict[str, Any]]:
     """Stream the tasks through a pool of actors; what a lost node had is done elsewhere.
 

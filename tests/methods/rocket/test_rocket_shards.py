@@ -1,5 +1,6 @@
 """Rows and LoRAs by the shard equal the whole; what is done stays done, here and on a cluster."""
 
+import json
 import pickle
 import shutil
 import sys
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from moebook import models
+from moebook.data.tasks import Task
 from moebook.methods.rocket import (
     Config,
     augment,
@@ -323,6 +325,22 @@ def test_a_bank_by_groups_scores_as_the_whole_and_names_a_wrong_lora(
     shutil.copytree(weights.parent, loras / "twin")
     refused("E-BANK: .* is the same LoRA as another", shards.score, *call)
     refused("E-BANK: .* holds no LoRA", shards.score, tmp_path / "to", *call[1:])
+
+
+def test_shots_of_a_users_file_are_judged_by_its_rule(tmp_path, loras, monkeypatch):
+    file = tmp_path / "verbs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    by = {rule: Task.from_jsonl(file, compare=rule) for rule in ("verb", "exact")}
+    rows = [{"task": "own_verbs", **row} for row in ROWS]
+    judged = Mock(wraps=score.accuracy)
+    monkeypatch.setattr(score, "accuracy", judged)
+    call = (loras, "nano", rows, CONFIG, tmp_path / "to")
+    for rule, task in by.items():
+        # Another rule is other work, that of the first is not done again.
+        for _ in range(2):
+            shards.score(*call, own={"own_verbs": task})
+        assert judged.call_args.kwargs["own"]["own_verbs"].compare == rule
+    assert judged.call_count == 2
 
 
 class Actors(Nodes):
