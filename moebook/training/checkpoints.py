@@ -175,6 +175,12 @@ class Store:
         """
         steps = self.steps()
         newest = max(steps, default=0)
+        if newest:
+            # First: the steps of another run say nothing about our marks.
+            place = self.folder / f"step-{newest}" / FACTS
+            with storage.formed(place):
+                kept = storage.read_json(place)["settings"]
+            self._refuse_other(kept)
         check_marks(self.marks - {*steps}, newest, total)
         for mark in sorted(self.marks):
             if mark < newest:

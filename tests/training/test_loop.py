@@ -351,6 +351,10 @@ def test_a_resumed_run_is_measured_at_the_steps_of_the_whole_run(
         Refusal, match="milestone at step 2: the training goes from step 6 to 10"
     ):
         fit(lora(), rows(), **settings, **folder, milestones=at(2, 8))
+    # Of another run that is told, and not which steps it has.
+    with pytest.raises(Refusal, match="E-CONFIGDIFF: .*seed 3 -> 4"):
+        other = settings | {"seed": 4}
+        fit(lora(), rows(), **other, **folder, milestones=at(2, 8))
     # It goes on from step 6; then the run is finished already.
     for steps in ((6, 8, 10), (10,)):
         history = fit(lora(), rows(), **settings, **folder, milestones=at(*steps))

@@ -130,7 +130,8 @@ def errors(path: Path) -> pd.DataFrame:
     """Read a record back: a line a case that ran, with bytes, seconds, and the errors of both.
 
     ``efficiency`` is the roofline's time over the one measured. A time is predicted at the
-    geometric mean of the other cases' efficiencies, so that no case predicts itself.
+    geometric mean of the other cases' efficiencies, so that no case predicts itself; of one
+    case alone no time is predicted (NaN).
     """
     with storage.formed(path):
         lines = [

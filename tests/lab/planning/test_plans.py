@@ -1,6 +1,7 @@
 """``moebook plan``: every notebook that trains, at tier paper, on one GPU of 80 GB."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,8 @@ def test_no_case_predicts_its_own_time_and_a_page_without_records_says_so(tmp_pa
         "Not run: smollm2, c (pip install it)",
     ):
         assert fact in text
+    # Of one case alone no time is predicted.
+    path.write_text(json.dumps(told | {"cases": cases[:1]}))
+    text = plans.shown(tmp_path)
+    assert not re.search(r"\bnan\b", text)
+    assert "and this is the only one" in text
