@@ -168,9 +168,9 @@
       K: range("shots K", 1, first.nats[first.loras[0]].length, 1, first.start.shots),
       M: range("candidates M", 1, first.loras.length, 1, first.start.candidates),
       N: range("experts N", 1, Math.min(6, first.loras.length), 1, first.start.experts),
-      P: tick("rank by perplexity, R_P", true),
-      A: tick("rank by shots solved, R_A", true),
-      D: tick("rank groups by diversity, R_D", true),
+      P: tick("rank by perplexity", true),
+      A: tick("rank by shots solved", true),
+      D: tick("rank groups by diversity", true),
       normalised: tick("bring each ranking to 0 to 1", false),
     };
     const changed = (name) => {
@@ -207,7 +207,7 @@
       const numbers = {
         "chosen experts": ranked.filter((one) => chosen.includes(one)).map((one) => one.name).join(", ") || "none: turn a ranking on",
         "groups compared": whole(every.length),
-        "R_P + R_A + R_D of the group": `${terms[best].map(say).join(" + ")} = ${say(totals[best])}`,
+        "the group's ranks: perplexity + solved + diversity": `${terms[best].map(say).join(" + ")} = ${say(totals[best])}`,
         "mean cosine in the group": means[best].toFixed(3),
       };
       const longest = Math.max(...loras.map((name) => name.length));
@@ -232,7 +232,7 @@
       });
       const border = 20 + 22 * M + 5;
       return [numbers, [50 + 22 * bank.length, ...marks,
-        text(left, 12, P && A ? "R_P, then R_A: small is good" : "rank: small is good", { class: "note" }),
+        text(left, 12, P && A ? "rank by perplexity, then by shots solved: small is good" : "rank: small is good", { class: "note" }),
         line(0, border, width, border, "border"),
         text(width, border + 13, `${M} candidates above`, { class: "note", "text-anchor": "end" })]];
     };
