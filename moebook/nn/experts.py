@@ -6,7 +6,8 @@ Full ones are fused 3-D weights, as transformers 5 keeps them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from moebook.errors import refuse, shown
 from moebook.kernels import Bank, Routing, adapters, experts, grouped, split_experts
-from moebook.kernels.dispatch import Floating, shapes
+from moebook.kernels.dispatch import FLOATS, Floating, shapes
 from moebook.nn.dropout import dropout
 from moebook.nn.passes import evaluating
 from moebook.nn.routing import Router
@@ -31,7 +32,7 @@ class Experts(nn.Module):
     @checked
     def __init__(self, mlp: nn.Module, experts: Size) -> None:
         super().__init__()
-        _check_gated(mlp)
+        _check_copied(mlp)
         gate = mlp.gate_proj.weight.detach()  # [F, D]
         up = mlp.up_proj.weight.detach()  # [F, D]
         down = mlp.down_proj.weight.detach()  # [D, F]
@@ -47,32 +48,44 @@ class Experts(nn.Module):
         return experts(x, routing, bank, self.act_fn)
 
 
-@torch.no_grad()
-def _check_gated(mlp: nn.Module) -> None:
-    """Refuse an MLP of which more is to copy than three weights and an activation (E-MODEL).
+def _check_copied(mlp: nn.Module) -> None:
+    """Refuse an MLP of which more is to copy than three weights and an activation (E-MODEL)."""
+    projections = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    if any(projection.bias is not None for projection in projections):
+        name = type(mlp).__name__
+        refuse("E-MODEL", f"{name} has biases: full experts hold none")
+    # By their weights alone, so that LoRA on them is seen.
+    copied = [partial(F.linear, weight=part.weight) for part in projections]
+    check_gated(mlp, *copied, who="full experts")
 
-    Biases, a norm inside, factors, LoRA on it: experts would compute something else.
+
+Part = Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def check_gated(mlp: nn.Module, gate: Part, up: Part, down: Part, *, who: str) -> None:
+    """Refuse an MLP that is not ``down(act_fn(gate(x)) * up(x))``, by a try (E-MODEL).
+
+    Who computes it so, by its parts, would leave out a norm inside, or factors.
     """
     name = type(mlp).__name__
-    for projection in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-        if projection.bias is not None:
-            refuse("E-MODEL", f"{name} has biases: full experts hold none")
     if not callable(getattr(mlp, "act_fn", None)):
-        refuse("E-MODEL", f"{name} has no act_fn: full experts need it")
-    gate = mlp.gate_proj.weight  # [F, D]
-    if gate.is_meta:
+        refuse("E-MODEL", f"{name} has no act_fn: {who} need it")
+    weight = mlp.gate_proj.weight
+    if weight.is_meta:
         return
-    drawn = torch.randn(8, gate.shape[1], generator=torch.Generator().manual_seed(0))
-    x = drawn.to(gate)  # [8, D]
+    width = mlp.gate_proj.in_features  # D
+    drawn = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
+    # Quantised weights tell no dtype.
+    dtype = weight.dtype if weight.dtype in FLOATS else torch.float32
+    x = drawn.to(weight.device, dtype)  # [8, D]
     with evaluating(mlp):
         whole = mlp(x[None])[0]  # [8, D], from the [1, 8, D] that an MLP reads
-        up = F.linear(x, mlp.up_proj.weight)
-        hidden = mlp.act_fn(F.linear(x, gate)) * up
-        copied = F.linear(hidden, mlp.down_proj.weight)
-    missed = (whole - copied).float().norm() / whole.float().norm()
-    if missed > (1e-3 if gate.dtype == torch.float32 else 0.05):
+        by_parts = down(mlp.act_fn(gate(x)) * up(x))
+    missed = (whole - by_parts).float().norm() / whole.float().norm()
+    if missed > (1e-3 if dtype == torch.float32 else 0.05):
         more = "computes more than down_proj(act_fn(gate_proj(x)) * up_proj(x))"
-        refuse("E-MODEL", f"{name} {more}, which is all that full experts hold")
+        refuse("E-MODEL", f"{name} {more}, which is all that {who} hold")
 
 
 class ExpertMoE(nn.Module):

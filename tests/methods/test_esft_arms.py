@@ -387,6 +387,13 @@ def test_an_arms_average_counts_each_task_once_whatever_its_rows():
     assert joined["fft"].tuned.tolist() == ["a"] * 4 + ["b"] * 2
     assert list(joined) == ["fft", "lora"]
     assert joined["lora"].score.mean() == 0.25
+    # Its own output, read back.
+    back = {("fft", "a"): joined["fft"], ("lora", "a"): tables["lora", "a"]}
+    words = r"E-DATA: tables: that of \('fft', 'a'\) has a column 'tuned' already"
+    refused(words, esft.by_arm, back, ["a", "b"])
+    named = tables["lora", "a"].assign(arm="lora")
+    words = "has a column 'arm' already"
+    refused(words, esft.by_arm, {("lora", "a"): named}, ["a"])
 
 
 def test_what_is_left_is_compared_at_equal_target_accuracy():

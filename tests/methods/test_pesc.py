@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from moebook.methods import pesc
@@ -301,6 +302,23 @@ def test_a_refused_model_is_untouched(host):
             for name, p in after.items()
         )
         assert len(model.get_decoder()._forward_pre_hooks) == hooks
+
+
+@pytest.mark.parametrize("tuning", ["frozen", "lora", "full"])
+def test_a_host_that_holds_lora_is_refused_and_keeps_it(tuning, host, batch):
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(host(), lora).eval()
+    want = model(**batch).logits
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    config = pesc.Config(**{**SMALL, "host": tuning, "lora_rank": 4})
+    crafts = [pesc.craft, pesc.prepare]
+    for craft in [*crafts, pesc.full_experts] if tuning == "frozen" else crafts:
+        refused("E-MODEL: the host holds LoRA already: merge it", craft, model, config)
+    assert torch.equal(model(**batch).logits, want)
+    after = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert after == trained
+    merged = pesc.prepare(model.merge_and_unload(), config).eval()
+    torch.testing.assert_close(merged(**batch).logits, want, rtol=1e-4, atol=1e-4)
 
 
 def test_presets_differ_where_paper_and_code_do_and_unusable_settings_are_refused_in_one_line():

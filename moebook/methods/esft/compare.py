@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 from torch import nn
 
-from moebook.errors import refuse, refuse_unknown
+from moebook.errors import refuse, refuse_unknown, shown
 from moebook.evaluation import by_benchmark
 from moebook.kernels.dispatch import shapes
 from moebook.methods.esft.choose import Selection, select
@@ -198,6 +198,12 @@ def by_arm(
     tests: Each[str],
 ) -> dict[str, pd.DataFrame]:
     """Join each arm's evaluations over the tasks it was ``tuned`` on, each test a benchmark."""
+    for key, table in tables.items():
+        taken = {"arm", "tuned"} & {*table.columns, *table.index.names}
+        if taken:
+            where = f"tables: that of {shown(key)}"
+            has = f"has a column '{min(taken)}' already"
+            refuse("E-DATA", f"{where} {has}: give evaluations as they were asked")
     names = {name: name for name in tests}
     table = pd.concat(dict(tables), names=["arm", "tuned"]).reset_index("tuned")
     by = table.groupby("arm", sort=False)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from moebook import nn as mnn
@@ -80,6 +81,12 @@ def craftable(model: nn.Module, config: Config) -> Chosen:
         refuse(
             "E-MODEL",
             "the model has been through PESC already: load the dense host again",
+        )
+    # PESC's own LoRA would take the place of such layers, or they would train as it.
+    if any(isinstance(part, LoraLayer) for part in model.modules()):
+        refuse(
+            "E-MODEL",
+            "the host holds LoRA already: merge it first, by PEFT's merge_and_unload()",
         )
     host = anatomy(model)
     return host, dense_layers(host, config.layers, "PESC")

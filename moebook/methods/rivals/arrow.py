@@ -120,9 +120,12 @@ def prototypes(
         s = torch.linalg.qr(up.detach().double()).R  # B = P S
         # B A = P (S T') Q', P and Q orthonormal. The largest value comes first.
         _, values, right = torch.linalg.svd(s @ t.mT)  # [N, R], [N, R, R]
-        # `check` refuses B A = 0 in all layers, but a prototype is needed in each.
-        largest = zip(names, values[:, 0], strict=True)
-        idle = [name for name, value in largest if not value > 0]
+        # `check` refuses B A = 0 in all layers, but a prototype is needed in each. Where
+        # terms of B A cancel, rounding leaves up to 2e-14 |B| |A|, a direction of noise;
+        # factors trained in float32 are themselves rounded by 6e-8 of their size.
+        sizes = torch.linalg.matrix_norm(s) * torch.linalg.matrix_norm(t)  # |B| |A|
+        has_one = values[:, 0] > 1e-12 * sizes  # [N]
+        idle = [name for name, has in zip(names, has_one, strict=True) if not has]
         if idle:
             refuse(
                 "E-BANK",
@@ -146,11 +149,16 @@ def attach(model: nn.Module, bank: Bank, config: Config, *, seed: int = 0) -> Tu
         bank,
         lambda path, _: Arrow(start[path], config),
         mix=config.mix,
-        learnt=config.tune == "experts",
+        learnt=_learnt(config),
         kind=Origin,
         config=config,
         seed=seed,
     )
+
+
+def _learnt(config: Config) -> bool:
+    """Say whether the LoRAs train."""
+    return config.tune == "experts"
 
 
 def tuned(
@@ -170,4 +178,4 @@ def tuned(
 
 def load(model: nn.Module, folder: str | Path) -> Tuned:
     """Restore what `Tuned.save` wrote onto its base."""
-    return tuning.load_routed(model, folder, Origin, Arrow)
+    return tuning.load_routed(model, folder, Origin, Arrow, _learnt)

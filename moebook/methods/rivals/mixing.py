@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -105,7 +106,10 @@ def _padded(loras: Sequence[Lora]) -> list[Lora]:
 @checked
 def fresh_like(bank: Bank, *, seed: Seed) -> dict[str, Lora]:
     """Make untrained LoRAs of a bank's shapes: A Kaiming-uniform with a = sqrt 5, B zero (PEFT)."""
-    generator = torch.Generator().manual_seed(seed)
+    # A child of the seed: by the seed itself A would be a copy of what routers are drawn
+    # from, and mixed as in `training.fit`, of the first step's dropout.
+    (child,) = np.random.SeedSequence(seed).spawn(1)
+    generator = torch.Generator().manual_seed(int(child.generate_state(1)[0]))
 
     def started(lora: Lora) -> Lora:
         down: dict[str, Tensor] = {}

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from moebook import kernels
 from moebook import nn as mnn
-from moebook.errors import refuse
+from moebook.errors import located, refuse
 from moebook.kernels.lora_mixture import lora_mixture
 from moebook.methods.rivals import tuning
 from moebook.methods.rivals.mixing import Fixed, Mixed
@@ -31,6 +31,7 @@ from moebook.methods.rocket.bank import Bank
 from moebook.methods.rocket.loras import linears
 from moebook.models import checkpoint
 from moebook.models.anatomy import GATED, anatomy, beside, dense_layers
+from moebook.nn.experts import check_gated
 from moebook.settings import Count, Positive, Presets, Seed, Share, checked, settings
 from moebook.training.loop import Penalty
 
@@ -124,6 +125,9 @@ class FFN(nn.Module):
         self, mlp: nn.Module, weigh: Gate, parts: dict[str, Factors], made: Config
     ):
         super().__init__()
+        projections = [getattr(mlp, name) for name in GATED]
+        with located("", fix="placement='projections' leaves the MLP as it is"):
+            check_gated(mlp, *projections, who="MixLoRA's experts")
         self.base_layer = mlp
         self.weigh = weigh
         self.downs = nn.ParameterDict({name: down for name, (down, _) in parts.items()})
@@ -199,16 +203,12 @@ def tuned(
 
 def load(model: nn.Module, folder: str | Path) -> Tuned:
     """Restore what `Tuned.save` wrote onto its base."""
-    made: list[Tuned] = []
 
-    def empty(host: nn.Module, origin: Origin) -> dict[str, Tensor]:
-        # Called for a copy without values first, and last for the model.
-        made.append(_install(host, origin))
-        return tuning.tensors(host, origin)
+    def install(host: nn.Module, origin: Origin) -> Tuned:
+        tuning.check_paths(folder, origin, _paths(host, origin.config))
+        return _install(host, origin)
 
-    tuning.refuse_second(model)
-    checkpoint.load(model, folder, Origin, empty)
-    return made[-1]
+    return tuning.restored(model, folder, Origin, install)
 
 
 def penalty(config: Config) -> Penalty:
@@ -238,16 +238,21 @@ def _pooled(routers: Sequence[mnn.Router]) -> Tensor:
     return kernels.balance_loss(logits, ids, mask=mask)
 
 
-def _origin(model: nn.Module, config: Config) -> Origin:
+def _paths(model: nn.Module, config: Config) -> list[str]:
+    """Return the paths of all that is replaced: linear layers, then MLPs."""
     in_ffn = config.placement == "ffn"
     paths = list(linears(model, ATTENTION if in_ffn else TABLE_12))
     if in_ffn:
         mlps = {layer.mlp for layer in dense_layers(anatomy(model), None, "MixLoRA")}
         paths += [path for path, part in model.named_modules() if part in mlps]
+    return paths
+
+
+def _origin(model: nn.Module, config: Config) -> Origin:
     return Origin(
         base=checkpoint.fingerprint(model),
         config=config,
-        paths=tuple(paths),
+        paths=tuple(_paths(model, config)),
         mix="outputs",
         names=tuple(f"expert {n}" for n in range(config.experts)),
         rank=config.rank,

@@ -16,6 +16,7 @@ follow rows that move or leave.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from moebook.data.encoding import IGNORED
 from moebook.errors import refuse
@@ -118,21 +119,24 @@ class Prompt:
         """Register the two hooks on a causal language model."""
         return (
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+            model.register_forward_hook(self._end, with_kwargs=True),
         )
 
     def _begin(
         self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
     ) -> None:
         self.decided = {}
+        named = _named(model, args, given)
         # If the prompt was read before, its weights stand in the cache.
-        self.held = _held(given.get("past_key_values"))
+        self.held = _held(named.get("past_key_values"))
         if not self.held:
-            ids = given["input_ids"] if "input_ids" in given else args[0]  # [B, T]
-            self.mask = self._prompts(ids, given)
+            self.mask = self._prompts(named)
 
-    def _prompts(self, ids: Tensor, given: Mapping[str, Any]) -> Tensor:
+    def _prompts(self, given: Mapping[str, Any]) -> Tensor:
         """Say which tokens are a prompt's, ``[B, T]``."""
+        ids = given.get("input_ids")
+        if ids is None:
+            refuse("E-MODEL", "SMEAR reads input_ids: give them, not inputs_embeds")
         seen = given.get("attention_mask")
         if seen is not None and seen.dim() != 2:
             refuse("E-MODEL", "SMEAR reads one example a row: an attention mask [B, T]")
@@ -151,17 +155,42 @@ class Prompt:
         return real
 
     def _end(
-        self, model: nn.Module, args: Any, given: dict[str, Any], output: Any
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        given: dict[str, Any],
+        output: Any,
     ) -> None:
-        cache = getattr(output, "past_key_values", None)
         # A pass that goes on from a cache decides nothing: a cache gets one such layer.
-        if cache is not None and self.decided:
+        if not self.decided:
+            return
+        cache = _named(model, args, given).get("past_key_values")
+        if cache is None:  # then the pass may have made one
+            cache = _made(output)
+        if cache is not None and cache.get_seq_length():
             kept = Kept()
             kept.paths = tuple(self.decided)
             # [B, layers, N]; a cache has heads in front of tokens, so here one.
             weights = torch.stack([each.detach() for each in self.decided.values()], 1)
             kept.update(weights.unsqueeze(1), weights.unsqueeze(1))
             cache.layers.append(kept)
+
+
+def _named(
+    model: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a pass's arguments by name, also those that were given by place."""
+    if not args:
+        return dict(given)
+    by_place = inspect.signature(model.forward).bind_partial(*args).arguments
+    return {**by_place, **given}
+
+
+def _made(output: Any) -> Any:
+    """Return the cache in a pass's output, a plain tuple with ``return_dict=False``, or None."""
+    if isinstance(output, tuple):
+        return next((part for part in output if isinstance(part, Cache)), None)
+    return getattr(output, "past_key_values", None)
 
 
 def _held(cache: Any) -> dict[str, Tensor]:
@@ -234,12 +263,17 @@ def attach(model: nn.Module, bank: Bank, config: Config, *, seed: int = 0) -> Tu
         bank,
         lambda path, part: Router(path, part.in_features, len(bank), config, prompt),
         mix="factors",
-        learnt=config.trains != "router",
+        learnt=_learnt(config),
         seed=seed,
         kind=Origin,
         config=config,
     )
     return replace(result, hooks=prompt.follow(model))
+
+
+def _learnt(config: Config) -> bool:
+    """Say whether the LoRAs train too."""
+    return config.trains != "router"
 
 
 def tuned(
@@ -268,7 +302,7 @@ def load(model: nn.Module, folder: str | Path) -> Tuned:
             path, part.in_features, count, origin.config, prompts[-1]
         )
 
-    result = tuning.load(model, folder, Origin, weigh)
+    result = tuning.load(model, folder, Origin, weigh, learnt=_learnt)
     return replace(result, hooks=prompts[-1].follow(model))
 
 

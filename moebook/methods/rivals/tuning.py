@@ -17,7 +17,7 @@ never move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,11 +26,12 @@ from typing import Any, ClassVar
 import datasets
 import torch
 from datasets import Dataset as Rows
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moebook import training
-from moebook.errors import refuse
+from moebook.errors import refuse, shown
 from moebook.kernels.dispatch import natural
 from moebook.methods.rivals import mixing
 from moebook.methods.rivals.mixing import Mix, Mixed
@@ -40,7 +41,7 @@ from moebook.methods.rocket.loras import Lora, linears
 from moebook.models import checkpoint
 from moebook.models.anatomy import beside, count
 from moebook.nn import evaluating, hooked
-from moebook.settings import Seed, checked, settings
+from moebook.settings import Seed, Size, checked, settings
 
 __all__ = [
     "Cost",
@@ -105,7 +106,7 @@ class Origin(checkpoint.Origin):
     names: tuple[str, ...]  # of the LoRAs, in the order of the weights
     mix: Mix
     scale: float  # on every B A
-    rank: int
+    rank: Size
     paths: tuple[str, ...]  # of the modules that were replaced
 
 
@@ -284,21 +285,51 @@ def load(
     folder: str | Path,
     kind: type[Origin],
     weigh: Callable[[Any], Weigh],
+    *,
+    learnt: Callable[[Any], bool],
 ) -> Tuned:
     """Restore what `Tuned.save` wrote onto its unaltered base, bit for bit, after all checks.
 
-    ``weigh`` makes, from the origin that the folder holds, what `attach` was given.
+    ``weigh`` makes, from the origin that the folder holds, what `attach` was given; ``learnt``
+    tells from its config whether the LoRAs train.
     """
 
-    def empty(host: nn.Module, origin: Origin) -> dict[str, Tensor]:
+    def install(host: nn.Module, origin: Any) -> Tuned:
         layers = linears(host, origin.paths)
+        check_paths(folder, origin, layers)
         factors = loras.zeros(layers, origin.rank, len(origin.names))
-        _install(host, origin, *factors, weigh(origin), learnt=False)
+        trains = learnt(origin.config)
+        return _install(host, origin, *factors, weigh(origin), learnt=trains)
+
+    return restored(model, folder, kind, install)
+
+
+def restored(
+    model: nn.Module,
+    folder: str | Path,
+    kind: type[Origin],
+    install: Callable[[nn.Module, Any], Tuned],
+) -> Tuned:
+    """Restore what ``install`` makes of a base and the origin that a folder holds."""
+    made: list[Tuned] = []
+
+    def empty(host: nn.Module, origin: Origin) -> dict[str, Tensor]:
+        # Called for a copy without values first, and last for the model.
+        made.append(install(host, origin))
         return tensors(host, origin)
 
     refuse_second(model)
-    checkpoint.load(model, folder, kind, empty)
-    return Tuned(model, checkpoint.origin(model, kind))
+    # What is drawn here is written over: the caller's random state stays as it is.
+    with torch.random.fork_rng():
+        checkpoint.load(model, folder, kind, empty)
+    return made[-1]
+
+
+def check_paths(folder: str | Path, origin: Origin, paths: Iterable[str]) -> None:
+    """Refuse an origin whose paths are not those of the modules that it would replace."""
+    if sorted(origin.paths) != sorted(paths):
+        told = f"paths are {shown(origin.paths)}"
+        refuse("E-KEYS", f"{folder}: {told}, not those of the base; save it again")
 
 
 def load_routed(
@@ -306,6 +337,7 @@ def load_routed(
     folder: str | Path,
     kind: type[Any],
     router: Callable[[Tensor, Any], nn.Module],
+    learnt: Callable[[Any], bool] = lambda _: False,
 ) -> Tuned:
     """Restore a rival whose router is made of a vector for each LoRA ``[N, D]`` and its config."""
 
@@ -315,7 +347,7 @@ def load_routed(
             torch.zeros(count, part.in_features), origin.config
         )
 
-    return load(model, folder, kind, weigh)
+    return load(model, folder, kind, weigh, learnt=learnt)
 
 
 def on_shots(model: nn.Module, lora: Lora, data: Data) -> float:
@@ -325,7 +357,10 @@ def on_shots(model: nn.Module, lora: Lora, data: Data) -> float:
 
 
 def refuse_second(model: nn.Module) -> None:
-    """Refuse a model that a rival or Rocket has been put on already."""
+    """Refuse a model that PEFT, a rival or Rocket has been put on already."""
+    if any(isinstance(part, BaseTunerLayer) for part in model.modules()):
+        held = "the model holds PEFT's LoRA or the like"
+        refuse("E-MODEL", f"{held}: merge it first, by merge_and_unload()")
     if any(hasattr(part, "base_layer") for part in model.modules()):
         refuse("E-MODEL", "the model holds a mixture already: detach() takes it off")
 

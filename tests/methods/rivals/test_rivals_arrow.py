@@ -154,3 +154,20 @@ def test_ranks_may_differ_for_outputs_alone_and_what_has_no_direction_is_refused
         Refusal, match="E-CHOICE: prototypes is 'after', but tune is 'none'"
     ):
         arrow.Config.preset("paper", prototypes="after")
+
+
+@pytest.mark.parametrize(("rank", "width"), [(4, 16), (64, 2048)])
+def test_what_cancels_has_no_direction_however_it_is_rounded(rank, width):
+    torch.manual_seed(0)
+    a = torch.randn(1, width)
+    b = torch.randn(32, 1)
+    signs = torch.ones(1, rank)
+    signs[:, ::2] = -1
+    down = a.expand(rank, -1)
+    up = b * signs  # B A = b (sum of the signs) a = 0, term for term
+    with pytest.raises(Refusal, match="E-BANK: 'one' has B A = 0 in l, so no"):
+        direction(down, up)
+    # Where a millionth is left of one term, that is the direction.
+    up = up.double()
+    up[:, 0] += 1e-6 * b[:, 0]
+    assert cosine(direction(down, up), a[0] / a.norm()) == pytest.approx(1, abs=1e-6)

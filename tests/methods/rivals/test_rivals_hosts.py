@@ -1,11 +1,12 @@
 """Every rival on four kinds of host: base untouched, same text with a cache, saved and loaded."""
 
 import copy
+import json
 from contextlib import nullcontext
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from moebook.methods.rivals import (
     arrow,
@@ -18,7 +19,9 @@ from moebook.methods.rivals import (
     smear,
 )
 from moebook.methods.rivals.tuning import Data
+from moebook.models import checkpoint
 from moebook.models.checkpoint import fingerprint
+from tests.refusals import refused
 
 RIVALS = {
     "lorahub": (lorahub, {"budget": 6}),
@@ -77,11 +80,57 @@ def test_it_trains_generates_and_loads_and_leaves_the_base(
     assert torch.equal(*texts)
     assert texts[0].shape[1] > 9
     folder = done.save(tmp_path / "saved")
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert fingerprint(done.detach()) == before
     assert torch.equal(model(**batch).logits, plain)
     if (folder / "adapter_config.json").exists():
         loaded = PeftModel.from_pretrained(copy.deepcopy(model), folder)(**batch).logits
         torch.testing.assert_close(loaded, logits, rtol=1e-4, atol=1e-4)
     else:
+        torch.manual_seed(7)
         module.load(model, folder)
+        drawn = torch.rand(3)
         assert torch.equal(model(**batch).logits, logits)
+        again = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert again == trained
+        # The random state is the caller's.
+        torch.manual_seed(7)
+        assert torch.equal(torch.rand(3), drawn)
+
+
+EDITED = [
+    ({"rank": -1}, "E-RANGE: .*rank is -1"),
+    ({"rank": 2**62}, "E-RANGE: .*rank is 4611686018427387904"),
+    ({"paths": ["q_proj", "v_proj"]}, "E-KEYS: .*'q_proj'"),
+    ({"paths": ["model.norm"]}, "E-KEYS: .*'model.norm'"),
+    ({"paths": ["nowhere"]}, "E-KEYS: .*'nowhere'"),
+]
+
+
+@pytest.mark.parametrize("rival", ["smear", "arrow", "mixlora"])
+def test_a_folder_whose_settings_do_not_fit_is_refused_and_the_model_left_bare(
+    rival, model, bank, tmp_path
+):
+    module, changes = RIVALS[rival]
+    done = module.attach(model, bank, module.Config.preset("bank", **changes))
+    folder = done.save(tmp_path / "saved")
+    done.detach()
+    facts = json.loads((folder / checkpoint.MANIFEST).read_text())
+    for edited, message in EDITED:
+        for name in (checkpoint.MANIFEST, checkpoint.DIGEST):
+            (folder / name).unlink()
+        checkpoint.seal(folder, **{**facts, **edited})
+        refused(message, module.load, model, folder)
+        assert not any(hasattr(part, "base_layer") for part in model.modules())
+
+
+def test_a_model_with_pefts_lora_is_refused_for_that_reason(model, bank, tmp_path):
+    done = smear.attach(model, bank, smear.Config())
+    folder = done.save(tmp_path / "saved")
+    done.detach()
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    adapted = get_peft_model(model, lora)
+    message = "E-MODEL: the model holds PEFT's LoRA .*: merge it first"
+    refused(message, smear.load, adapted, folder)
+    refused(message, smear.attach, adapted, bank, smear.Config())
+    refused(message, mixlora.attach, adapted, None, mixlora.Config())

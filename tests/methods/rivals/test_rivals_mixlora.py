@@ -12,6 +12,7 @@ from moebook import nn as mnn
 from moebook.errors import Refusal
 from moebook.methods.rivals import mixlora, tuning
 from moebook.models.checkpoint import fingerprint
+from tests.refusals import refused
 
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SMALL = {"rank": 4, "alpha": 6.0, "experts": 4}
@@ -219,3 +220,48 @@ def test_bad_input_is_one_line_and_nothing_stays_on_the_base(
     result = mixed(model)
     assert copy.deepcopy(model)
     assert fingerprint(result.detach()) == before
+
+
+# What of an MLP the experts would leave out: a norm, factors, an activation of another name.
+FALCON = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mlp_multipliers": [0.5, 0.7],
+}
+OTHERS = {
+    "BitNet": ({}, "BitNetMLP computes more than down_proj"),
+    "FalconH1": (FALCON, "FalconH1MLP computes more than down_proj"),
+    "Llama4": (
+        {"intermediate_size_mlp": 40, "moe_layers": []},
+        "Llama4TextMLP has no act_fn: MixLoRA's experts need it",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_an_mlp_that_is_more_than_its_three_layers_is_refused(family, host, batch):
+    changes, message = OTHERS[family]
+    model = host(family, **changes)
+    logits = model(**batch).logits
+    refused(
+        f"E-MODEL: {message}.*; placement='projections' leaves the MLP",
+        mixlora.attach,
+        model,
+        None,
+        mixlora.Config(**SMALL),
+    )
+    assert torch.equal(model(**batch).logits, logits)
+    mixlora.attach(model, None, mixlora.Config(**SMALL, placement="projections"))
+    torch.testing.assert_close(model(**batch).logits, logits)
+
+
+def test_an_mlp_with_biases_keeps_them(host, batch):
+    model = host(mlp_bias=True)
+    for name, bias in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(bias)
+    logits = model(**batch).logits
+    mixlora.attach(model, None, mixlora.Config(**SMALL))
+    torch.testing.assert_close(model(**batch).logits, logits, rtol=1e-4, atol=1e-4)

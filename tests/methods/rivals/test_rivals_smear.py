@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 from torch.func import functional_call
+from transformers import DynamicCache
 
 from moebook.data.encoding import IGNORED
 from moebook.errors import Refusal
 from moebook.evaluation.model import InMemory
 from moebook.methods.rivals import smear, tuning
 from moebook.models.checkpoint import fingerprint
+from tests.refusals import refused
 
 Q = "model.layers.0.self_attn.q_proj"
 RECIPE = {"steps": 2, "batch": 4, "lr": 1e-2, "warmup": 0.0}
@@ -201,12 +203,62 @@ def test_dropped_experts_weigh_nothing_and_the_rest_sums_to_one(merged):
     assert kept.any(-1).all()
 
 
+def test_arguments_may_be_given_by_place(merged):
+    model = merged().model
+    ids = torch.randint(3, 48, (2, 8))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    named = model(input_ids=ids, attention_mask=mask).logits
+    assert torch.equal(model(ids, mask).logits, named)
+
+    def begun():
+        inputs = {"input_ids": ids[:, :6], "attention_mask": mask[:, :6]}
+        return model(**inputs, use_cache=True).past_key_values
+
+    rest = {"input_ids": ids[:, 6:], "attention_mask": mask}
+    named = model(**rest, past_key_values=begun()).logits
+    assert torch.equal(model(ids[:, 6:], mask, None, begun()).logits, named)
+
+
+def test_a_cache_holds_what_its_prompt_decided_whoever_made_it(merged):
+    model = merged().model
+    ids = torch.randint(3, 48, (2, 8))
+    prompt = {"input_ids": ids[:, :6]}
+    made = model(**prompt, use_cache=True).past_key_values
+    expected = model(ids[:, 6:], past_key_values=made).logits
+    for own, how in (
+        (True, {"return_dict": False}),
+        (True, {"use_cache": False}),
+        (False, {"return_dict": False}),
+    ):
+        given = {"past_key_values": DynamicCache(config=model.config)} if own else {}
+        output = model(**prompt, **{"use_cache": True, **given, **how})
+        cache = given["past_key_values"] if own else output[1]
+        assert torch.equal(model(ids[:, 6:], past_key_values=cache).logits, expected)
+
+
+def test_fresh_loras_are_drawn_apart_from_the_routers(base, make_bank):
+    found = []
+    for seed in range(40):
+        model = base()
+        config = smear.Config.preset("paper")
+        part = smear.attach(model, make_bank(model), config, seed=seed).parts[Q]
+        pair = [part.down[0].flatten(), part.weigh.vectors.flatten()]  # A, V
+        found.append(torch.corrcoef(torch.stack(pair))[0, 1].item())
+    # Of 128 independent pairs it is 0 on average, with a spread of 1 / sqrt 128.
+    assert abs(np.mean(found)) < 4 / (128 * 40) ** 0.5
+
+
 def test_bad_input_is_one_line_and_the_base_comes_back(model, batch, merged):
     before = fingerprint(model)
     plain = model(**batch, use_cache=True).past_key_values
     result = merged()
     with pytest.raises(Refusal, match="E-MODEL: the cache was begun without SMEAR"):
         model(batch["input_ids"][:, :1], past_key_values=plain)
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    refused("E-MODEL: SMEAR reads input_ids", model, inputs_embeds=embedded)
+    prompt = {"inputs_embeds": embedded, "max_new_tokens": 2}
+    refused("E-MODEL: SMEAR reads input_ids", model.generate, **prompt)
     with pytest.raises(Refusal, match="E-MODEL: SMEAR reads one example a row"):
         model(batch["input_ids"], attention_mask=torch.zeros(3, 1, 9, 9))
     with pytest.raises(
