@@ -42,7 +42,7 @@ def compare(path: Path, folder: Path) -> str:
     else:
         where = f"at {beside.protocol}, seeds {', '.join(map(str, beside.seeds))}"
         lines.append(f"beside the book's runs {where}; differences (yours | book's):")
-        lines += _differences(mine, beside.runs[0]) or ["  none"]
+        lines += _differences(mine, beside) or ["  none"]
     claims = [claim for claim in papers.claims() if claim.run == mine.notebook]
     if of_course:
         rest = _outside(mine, of_course)
@@ -80,25 +80,42 @@ def _of_course(mine: Run, folder: Path) -> Pool | None:
     return store.pool(mine.notebook, CLASS, folder) if nearest == CLASS else None
 
 
-def _differences(mine: Run, other: Run) -> list[str]:
+def _differences(mine: Run, pool: Pool) -> list[str]:
+    """Say which facts of a run are those of no run of a pool, and whether it ran other arms."""
     ours = dict(_facts(mine))
-    theirs = dict(_facts(other))
+    theirs = [dict(_facts(run)) for run in pool.runs]
+    names = dict.fromkeys(ours)
+    for facts in theirs:
+        names |= dict.fromkeys(facts)
     lines: list[str] = []
-    for name in ours | theirs:
+    for name in names:
         our_fact = ours.get(name, UNKNOWN)
-        their_fact = theirs.get(name, UNKNOWN)
-        if our_fact != their_fact:
-            lines.append(f"  {name}: {our_fact} | {their_fact}")
+        their_facts = [facts.get(name, UNKNOWN) for facts in theirs]
+        if our_fact not in their_facts:
+            lines.append(f"  {name}: {our_fact} | {_each(their_facts)}")
+    # A pool has those of all its files.
+    if set(mine.arms) != set(pool.arms):
+        ran = [", ".join(arms) or UNKNOWN for arms in (mine.arms, pool.arms)]
+        lines.append(f"  arms: {ran[0]} | {ran[1]}")
     return lines
 
 
+def _each(facts: Sequence[Any]) -> str:
+    """Write what several runs have: each fact once, of more than two measurements the ends."""
+    different: list[Any] = []
+    for fact in facts:
+        if fact not in different:
+            different.append(fact)
+    if len(different) > 2 and all(isinstance(fact, float) for fact in different):
+        return f"{min(different)} to {max(different)}"
+    return " or ".join(map(str, different))
+
+
 def _facts(run: Run) -> Iterator[tuple[str, Any]]:
-    """What a result may depend on: parameters, versions, hardware, and the code's hashes."""
+    """What a result may depend on: parameters, versions, hardware, the code's hashes; no arms."""
     environment = dict(run.manifest.get("environment", {}))
     for name, value in run.settings.items():
         yield f"parameter {name}", value
-    if run.arms:
-        yield "arms", ", ".join(run.arms)
     versions = environment.pop("versions", None)
     if isinstance(versions, dict):
         for name, value in versions.items():

@@ -27,21 +27,29 @@ from moebook.lab.records.runs import restored
 from moebook.lab.records.store import CLASS, COMMITTED, LIVE, Pool
 from moebook.lab.run import pace, sources
 from moebook.lab.run.session import VALUE
-from moebook.lab.run.sources import commit, cost, duration
+from moebook.lab.run.sources import commit, cost, duration, last_seed
 
-TITLES = {
-    "bases": "Base and tasks",
-    "pesc": "PESC",
-    "router_init": "Router initialisation",
-    "rocket": "Rocket",
-    "rivals": "Rocket's rivals",
-    "esft": "ESFT",
-    "routing": "ESFT's routing",
-    "banks": "Why Rocket hangs on its bank (our own)",
-    "together": "Together (our own)",
-    "causes": "Causes (our own)",
-    "kernels": "Kernels",
-}
+
+class Titles(dict[str, str]):
+    """A notebook's short name to what pages call it; one that has no title here has its name."""
+
+    def __missing__(self, name: str) -> str:
+        return name
+
+
+TITLES = Titles(
+    bases="Base and tasks",
+    pesc="PESC",
+    router_init="Router initialisation",
+    rocket="Rocket",
+    rivals="Rocket's rivals",
+    esft="ESFT",
+    routing="ESFT's routing",
+    banks="Why Rocket hangs on its bank (our own)",
+    together="Together (our own)",
+    causes="Causes (our own)",
+    kernels="Kernels",
+)
 KINDS = {  # label to the badge's class in _static/moebook.css; others are inconclusive
     "reproduced": "reproduced",
     "direction holds": "holds",
@@ -156,6 +164,7 @@ for thing in (
     duration,
     judged,
     labels_by_scale,
+    last_seed,
     scales_of,
     seeds,
     span,

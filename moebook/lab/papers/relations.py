@@ -3,10 +3,10 @@
 A relation in a table's header, under ``derived``, holds for every row (or column) of
 the table::
 
-    {column: Average, is: mean, of: [GSM8K, MATH]} {column: Code, is: mean, of:
-    [HumanEval, MBPP], table: 9}     operands stand in table 9 {row: Gain, is:
-    difference, of: [Ours, Base]}                 first minus second {column: Average,
-    where: {statistic: value}, is: mean, of: [...]}
+    {column: Average, is: mean, of: [GSM8K, MATH]}
+    {column: Code, is: mean, of: [HumanEval, MBPP], table: 9}  # operands stand in table 9
+    {row: Gain, is: difference, of: [Ours, Base]}  # first minus second
+    {column: Average, where: {statistic: value}, is: mean, of: [IFEval, MMLU]}
 
 An entry of ``stated.yaml`` is a number that the running text says (where, sentence,
 printed, unit), ``of`` selections of cells: ``{table: "1", row: ..., column: ..., <key>:

@@ -83,6 +83,7 @@ class Way:
             f"micro-batches of {self.rows}": self.rows != before.rows,
             "4 bits (QLoRA)": self.quantised > before.quantised,
             f"FSDP2 over {self.count} GPUs": self.engine != before.engine,
+            "no 4 bits": self.quantised < before.quantised,
         }
         return " + ".join(part for part, done in parts.items() if done)
 
@@ -142,7 +143,8 @@ class Assumed:
 def plan(training: Training, on: Machine, **assumed: Any) -> Plan:
     """Plan a training on a machine: as it is, and with the smallest change that makes it fit.
 
-    ``assumed`` are fields of `Assumed`. What GPUs say to one another is no part of the time.
+    ``assumed`` are fields of `Assumed`. What GPUs say to one another is no part of the time. A GPU
+    computes whole micro-batches: with more GPUs than rows, some have nothing to do.
 
     >>> from moebook.lab import planning
     >>> training = Training("nano", planning.methods.full(), length=64, batch=8, steps=100)
@@ -157,12 +159,13 @@ def plan(training: Training, on: Machine, **assumed: Any) -> Plan:
     used = sized(training, taken)
     need = needed(training, taken)
 
-    # A step: its micro-batches over all GPUs, then the optimizer, which moves its state.
+    # A step: the micro-batches of one GPU, then the optimizer, which moves its state.
     times = training.steps * training.turns
     full = min(1.0, (given.tokens or training.length) / training.length)
-    parts = training.batch * full / taken.rows
-    moved = state(used, need.moments) / on.gpu.bandwidth
-    step = used.seconds(on.rates, on.gpu.bandwidth) * parts / taken.count + moved
+    on_each = full * math.ceil(training.batch / (taken.count * taken.rows))
+    on_all = full * training.batch / taken.rows
+    moved = state(need, need.moments) / on.gpu.bandwidth
+    step = used.seconds(on.rates, on.gpu.bandwidth) * on_each + moved
     seconds = times * step / given.efficiency
     hourly = given.price or on.gpu.price
     return Plan(
@@ -179,7 +182,7 @@ def plan(training: Training, on: Machine, **assumed: Any) -> Plan:
         chosen=taken,
         chosen_need=need,
         tokens=times * training.batch * training.length * full,
-        flops=times * used.flops * parts,
+        flops=times * used.flops * on_all,
         seconds=seconds,
         dollars=hourly and hourly * taken.count * seconds / 3600,
     )
@@ -219,13 +222,13 @@ def ways(start: Way, frozen: bool) -> Iterator[Way]:
         yield way
     if frozen:
         yield replace(way, quantised=True)
-    way = replace(way, engine="FSDP2", count=max(2, way.count))
+    way = replace(way, engine="FSDP2", count=max(2, way.count), quantised=False)
     while way.count <= LARGEST:
         yield way
         way = replace(way, count=2 * way.count)
 
 
-def state(found: Size, moments: float) -> float:
+def state(found: Size | Need, moments: float) -> float:
     """Bytes that AdamW moves in a step: it reads and writes weights and moments, reads gradients.
 
     A float32 copy of what trains is as large as its gradients.

@@ -122,6 +122,11 @@ def dry_run(
     if checkpointing:
         recompute(model)
     trained = [part for part in model.parameters() if part.requires_grad]
+    if not trained:
+        refuse(
+            "E-MODEL",
+            f"{training.host}: no parameter requires a gradient; nothing would be trained",
+        )
     for part in trained:
         part.grad = torch.empty_like(part)
     gradients = [part.grad for part in trained if part.grad is not None]

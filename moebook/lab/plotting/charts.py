@@ -236,7 +236,7 @@ def loads(shares: Series, *, title: str = "") -> Figure:
     axes.grid(False)
     axes.set(xlim=(0, 1))
     entitle(figure, title)
-    axes.set_xlabel("share of routed tokens (in the bars: expert)")
+    axes.set_xlabel("share of routed slots (in the bars: expert)")
     axes.margins(y=0.02)
     return finished(figure)
 
@@ -588,13 +588,17 @@ def _studies() -> frozenset[str]:
 
 def _is_coloured(handle: Artist | None) -> bool:
     """Whether a legend's mark has a colour: neither black, grey nor white."""
+    painted: list[Any]
     if isinstance(handle, Line2D):
-        colours = to_rgba_array(handle.get_color())
+        face = handle.get_markerfacecolor()
+        painted = [handle.get_color(), face, handle.get_markeredgecolor()]
     elif isinstance(handle, (Collection, Patch)):
-        colours = to_rgba_array(handle.get_facecolor())
+        painted = [handle.get_facecolor(), handle.get_edgecolor()]
     else:
         return False
-    red_green_blue = colours[:, :3]
+    colours = np.concatenate([to_rgba_array(colour) for colour in painted])
+    opaque = colours[:, 3] > 0  # what is hollow has a colour, too
+    red_green_blue = colours[opaque, :3]
     return bool(np.ptp(red_green_blue, axis=1).max(initial=0) > 0.1)
 
 

@@ -202,4 +202,6 @@ class Fork:
 
     def abandon(self) -> None:
         """Care no longer: it is asked to end, and its end is not waited for."""
+        if self.returncode is None:
+            self.returncode = -signal.SIGTERM  # by which it is asked
         self._line.close()

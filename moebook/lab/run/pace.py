@@ -54,30 +54,31 @@ def expected(declared: Mapping[str, Parameter], given: Mapping[str, Any]) -> str
     """Say what a notebook with these parameters will take here; None where nothing is known.
 
     It is found by the names of its parameters. Only times of a CPU are on record, and only of the
-    tiers at which the book is executed.
+    tiers at which the book is executed. What cannot be read is not known: it stops no notebook.
     """
     import torch
 
+    tier = given["tier"]
     try:
-        folder = storage.root()
-    except Refusal:  # neither a project nor a wheel: somebody's own notebook
+        folder = storage.root()  # there is none around somebody's own notebook
+        notebook = _declaring(declared.keys(), folder)
+        if notebook is None or torch.cuda.is_available():
+            return None
+        with storage.formed(storage.part(folder, "results") / RECORD):
+            recorded = times(folder)
+            spent = float(recorded["notebooks"][tier][notebook.name])
+            steps = spent * float(recorded["pace"])
+        usual = notebook.defaults | notebook.settings(tier)
+    except Refusal:
         return None
-    notebook = _declaring(declared.keys(), folder)
-    recorded = times(folder)
-    if notebook is None or not recorded or torch.cuda.is_available():
-        return None
-    spent = recorded["notebooks"].get(given["tier"], {}).get(notebook.name)
-    if spent is None:
-        return None
-    here = about(spent * recorded["pace"] / pace())
-    usual = notebook.defaults | notebook.settings(given["tier"])
+    here = about(steps / pace())
     changed = [
         name for name in usual if name not in SAME and given[name] != usual[name]
     ]
     if not changed:
         return f"This will take {here} on this machine."
     names = ", ".join(changed)
-    return f"At tier {given['tier']} this takes {here} on this machine; here {names} differ."
+    return f"At tier {tier} this takes {here} on this machine; here {names} differ."
 
 
 def _declaring(names: Collection[str], folder: Path) -> Notebook | None:

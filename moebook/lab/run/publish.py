@@ -364,14 +364,17 @@ def check_run(
 ) -> None:
     """Refuse an executed notebook unless a fresh kernel ran all of it once, in order, as it stands.
 
+    The kernel notes cells when it records. Those behind the last recorded value are held to
+    their order alone: what is changed there after the run moves no value.
+
     ``given`` are the parameters that it should have run with: those that were asked
     for, or that its cells show. They are compared with the ``facts`` that the kernel
     noted (`notes`).
 
     Raises:
         Refusal: ``E-OUTPUT`` where a cell failed or did not run in its order; ``E-RUN``
-            where a cell was changed after it ran; ``E-PARAMETER`` where the kernel had
-            other values.
+            where a cell up to the last recorded value was changed after it ran;
+            ``E-PARAMETER`` where the kernel had other values.
     """
     again = "restart the kernel and run all"
     for number, cell in code_cells(executed):

@@ -9,7 +9,7 @@ the parameters cell declares as its default needs no file. A notebook
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -291,32 +291,43 @@ def _block(notebook: Notebook, folder: Path) -> str:
 
 
 def _measured(pool: Pool | None) -> str:
-    """Say what the last run of a pool cost, and which seeds there are, if several."""
+    """Say what the last seed of a pool cost, and which seeds there are, if several."""
     if pool is None:
         return "not measured"
-    spent = cost(pool.last)
+    spent = cost(last_seed(pool))
     if len(pool.seeds) == 1:
         return spent
-    return f"seeds {', '.join(map(str, pool.seeds))}, each {spent}"
+    which = "the last" if pool.lacking(pool.arms) else "each"
+    return f"seeds {', '.join(map(str, pool.seeds))}, {which} {spent}"
 
 
-def cost(run: Run) -> str:
-    """Say what a run cost, from its manifest: time, peak memory, and on what."""
-    try:
-        spent = run.manifest["seconds"]
-        memory = run.manifest["peak_memory"]
-        machine = run.manifest["environment"]
-        cores = machine["cores"]
-        processor = f"{machine['cpu']}, {cores} core{'s' if cores != 1 else ''}"
-        hardware = machine["accelerator"] or processor
-        # Once one run had several.
-        seeds = run.manifest.get("parameters", {}).get("seeds", 1)
-        share = f" for {seeds} seeds" if seeds > 1 else ""
-        return f"{duration(spent)}{share}, {size(memory)} on {hardware}"
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        where = f"the manifest of {run.notebook}, {run.protocol}, seed {run.seed}"
-        problem = f"{type(error).__name__}: {error}"
-        refuse("E-RUN", f"{where} is incomplete ({problem}); run it again")
+def last_seed(pool: Pool) -> tuple[Run, ...]:
+    """Return the runs of the seed that ran last: several where its arms have files of their own."""
+    return pool.of_seeds([pool.last.seed]).runs
+
+
+def cost(runs: Sequence[Run]) -> str:
+    """Say what a seed cost, from its runs' manifests: time, peak memory, and on what."""
+    spent = 0.0
+    memory: int | None = None
+    machines: dict[str, None] = {}
+    share = ""
+    for run in runs:
+        try:
+            spent += run.manifest["seconds"]
+            memory = max(memory or 0, run.manifest["peak_memory"] or 0) or None
+            machine = run.manifest["environment"]
+            cores = machine["cores"]
+            processor = f"{machine['cpu']}, {cores} core{'s' if cores != 1 else ''}"
+            machines[machine["accelerator"] or processor] = None
+            # Once one run had several.
+            seeds = run.manifest.get("parameters", {}).get("seeds", 1)
+            share = f" for {seeds} seeds" if seeds > 1 else ""
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            where = f"the manifest of {run.notebook}, {run.protocol}, seed {run.seed}"
+            problem = f"{type(error).__name__}: {error}"
+            refuse("E-RUN", f"{where} is incomplete ({problem}); run it again")
+    return f"{duration(spent)}{share}, {size(memory)} on {' and '.join(machines)}"
 
 
 def duration(seconds: float) -> str:

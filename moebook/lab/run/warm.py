@@ -7,7 +7,8 @@ of its own. Our own modules are still to be imported there: a run notes those th
 ever. Inside `prepared` a fork goes further, and forks in turn.
 
 Only on Linux, and not where there is a GPU: a fork of a process that has started CUDA cannot use
-it, and a library may start it when it is imported.
+it, and a library may start it when it is imported. Nor where the name of the folder for temporary
+files (``TMPDIR``) leaves no room for a socket's.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ jinja2 IPython ipykernel.ipkernel ipykernel.kernelapp papermill nbclient
 GPUS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and of AMD
 INPUT = 0  # the number of a process's standard input
 INLINE = "module://matplotlib_inline.backend_inline"  # what a kernel draws with
+LONGEST = 107  # bytes that Linux takes for the place of a socket
 
 
 @contextmanager
@@ -49,9 +51,12 @@ def warm(
     """Import libraries for the length of the block; yield the socket at which one asks for forks.
 
     It is None where nothing can be forked. No secret may stand in the ``environment``, which
-    all forks can read; the socket lies in a private ``directory``.
+    all forks can read; the socket lies in a private ``directory``, whose name must leave room
+    for it and for that of `prepared`.
     """
-    if sys.platform != "linux" or any(Path(gpu).exists() for gpu in GPUS):
+    too_long = len(os.fsencode(directory / "prepared")) > LONGEST
+    has_gpu = any(Path(gpu).exists() for gpu in GPUS)
+    if sys.platform != "linux" or has_gpu or too_long:
         yield None
         return
     with (

@@ -5,9 +5,11 @@ from fractions import Fraction
 from functools import cache
 
 import pytest
+import yaml
 
 from moebook.errors import Refusal
 from moebook.lab import papers
+from moebook.lab.papers import relations
 from moebook.lab.papers.arithmetic import judge
 from moebook.lab.papers.printed import FOLDER
 from moebook.lab.papers.relations import metric, stem
@@ -21,6 +23,16 @@ def odd(paper, kind):
         for f in findings()
         if (f.paper, f.kind) == (paper, kind) and f.status != "agrees"
     ]
+
+
+def test_the_examples_of_the_docstring_are_rules():
+    _, _, rest = relations.__doc__.partition("::\n\n")
+    examples, *_ = rest.split("\n\n")
+    rules = [yaml.safe_load(line) for line in examples.splitlines()]
+    kinds = [(*rule.keys() & {"row", "column"}, rule["is"]) for rule in rules]
+    assert kinds[2] == ("row", "difference")
+    assert [*kinds[:2], kinds[3]] == 3 * [("column", "mean")]
+    assert all(len(rule["of"]) == 2 for rule in rules)
 
 
 def test_a_printed_number_is_judged_by_its_last_digit():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from datasets import Dataset
 
 from moebook import experiments, models, storage
 from moebook.lab import planning
-from moebook.lab.planning import Training, machine, methods, plan
+from moebook.lab.planning import Training, cost, machine, methods, plan
 from moebook.lab.planning.tally import Tally
 from moebook.methods import pesc, rocket, upcycling
 from moebook.models import anatomy, skeleton
@@ -254,6 +255,48 @@ def test_the_smallest_change_is_tried_in_order_and_makes_it_fit():
     assert {*order[:4], "nothing"} <= {*seen}
 
 
+def test_fsdp2_goes_without_the_4_bits_that_were_asked_for_and_says_so():
+    one = training(method=methods.pesc(LORA(host="qlora")), length=64)
+    as_asked = plan(one, small(1e12))
+    assert as_asked.way.quantised
+    packed = dataclasses.replace(as_asked.way, checkpointing=True, rows=1)
+    # A byte less than the last way with 4 bits needs.
+    found = plan(one, small(cost.needed(one, packed).total - 1))
+    assert found.chosen.engine == "FSDP2"
+    assert not found.chosen.quantised
+    count = found.chosen.count
+    assert found.change.endswith(f" + FSDP2 over {count} GPUs + no 4 bits")
+    whole = cost.needed(one, dataclasses.replace(packed, quantised=False))
+    assert found.chosen_need.weights == pytest.approx(whole.weights / count)
+    assert found.chosen_need.activations == whole.activations
+
+
+def test_a_row_is_no_faster_on_more_gpus_than_there_are_rows():
+    def on(count, batch, **assumed):
+        return plan(training(batch=batch), machine(f"h200x{count}"), **assumed)
+
+    assert on(1, 1).seconds == on(8, 1).seconds == on(64, 1).seconds == on(8, 8).seconds
+    assert on(64, 1).dollars == 64 * on(1, 1).dollars
+    assert on(64, 1).flops == on(1, 1).flops
+    # One of eight GPUs has two rows of nine: all wait for it.
+    assert on(8, 9).seconds == on(8, 16).seconds
+    assert on(8, 9, tokens=16).seconds < on(8, 9).seconds
+
+
+def test_a_shard_of_adamws_state_takes_a_shard_of_the_time():
+    one = training(length=64)
+    found = plan(one, small(13e6), efficiency=1.0)
+    way = found.chosen
+    assert (way.engine, way.rows) == ("FSDP2", 1)
+    gpu = planning.GPUS["a100"]
+    used = planning.size(one, 1, True)
+    # AdamW reads gradients, reads and writes weights, and each of its two moments: 3 + 4 times.
+    moved = 7 * 4 * used.trained / way.count
+    rounds = math.ceil(8 / way.count)
+    step = rounds * used.seconds(small(1).rates, gpu.bandwidth) + moved / gpu.bandwidth
+    assert found.seconds == pytest.approx(3 * step)
+
+
 def test_hours_and_dollars_follow_from_what_is_assumed():
     on = machine("h200x2")
     one = training(turns=5)
@@ -291,6 +334,14 @@ def test_gpus_are_read_with_their_number():
         (
             partial(skeleton.configuration, "nanoo"),
             "E-MODEL: no configuration 'nanoo': did you mean",
+        ),
+        (
+            partial(
+                plan,
+                training(method=methods.pesc(pesc.Config(host="frozen"), sparse=False)),
+                machine("h100"),
+            ),
+            "E-MODEL: nano: no parameter requires a gradient; nothing would be trained",
         ),
         (
             partial(plan, training(), machine("h100"), efficiency=1.5),

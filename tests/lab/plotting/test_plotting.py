@@ -462,9 +462,44 @@ def with_a_fourth_colour(axes):
     axes.figure.legend(lines, list("abcde"))
 
 
+def with_four_intervals(axes):
+    for place, colour in enumerate(COLOURS[:4]):
+        axes.errorbar([place], [0], yerr=1, color=colour, label="abcd"[place])
+    axes.figure.legend()
+
+
+def with_four_hollow_points(axes):
+    for place, colour in enumerate(COLOURS[:4]):
+        label = "abcd"[place]
+        axes.scatter([place], [0], facecolors="none", edgecolors=colour, label=label)
+    axes.figure.legend()
+
+
+def with_four_marks_on_grey(axes):
+    for place, colour in enumerate(COLOURS[:4]):
+        axes.plot(
+            [place], [0], color="0.4", marker="o", mfc=colour, label="abcd"[place]
+        )
+    axes.figure.legend()
+
+
+def test_what_is_black_grey_white_or_hollow_has_no_colour():
+    figure, axes = charts.single(2.0)
+    for place, grey in enumerate((INK, "0.5", "black", "white")):
+        label = "abcd"[place]
+        axes.bar([place], [1], fill=False, edgecolor=grey, label=label)
+        axes.scatter([place], [0], facecolors="none", edgecolors=grey)
+        axes.plot([place], [0], color=grey, marker="o", mfc="white")
+    figure.legend([*axes.patches, *axes.collections, *axes.lines], list("abcdefghijkl"))
+    assert not any("coloured" in fault for fault in charts.faults(figure))
+
+
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
+        (with_four_intervals, "the legend has 4 coloured series; expected at most 3"),
+        (with_four_hollow_points, "the legend has 4 coloured series"),
+        (with_four_marks_on_grey, "the legend has 4 coloured series"),
         (with_a_fourth_colour, "the legend has 4 coloured series; expected at most 3"),
         (crowded, "'another one' lies over 'a long label'"),
         (with_nan, "'nan' says NaN"),

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import re
+import shutil
 import struct
 import zlib
 from dataclasses import replace
@@ -443,6 +445,39 @@ def test_the_readers_run_stands_beside_book_and_paper_with_their_differences(pro
         r"  python: \x1b[2J3.12.1 | 3.11.2",
         "  seconds: 12.3 | unknown",
     }
+
+
+def test_a_fact_differs_from_a_pool_where_none_of_its_runs_has_it(project):
+    settings = {"tier": "study", "steps": 600, "base": "nano"}
+    place = project / "results" / "pesc" / "nano"
+    for seed, seconds in enumerate((12.3, 40.0, 50.0)):
+        own = HERE | {"cpu": f"X {seed // 2}", "cores": 4}
+        manifest = {"environment": own, "seconds": seconds}
+        facts = {"settings": settings, "manifest": manifest, "arms": ("matched",)}
+        run = Run("pesc", "nano", "study", seed, (), **facts)
+        records.write_run(place / f"{seed}.matched.parquet", run)
+
+    def differences(arms, cpu):
+        note = {"environment": HERE | {"cpu": cpu, "cores": 8}, "arms": [*arms]}
+        path = reader(project, values(0.42, 0.44), note, steps=600, tier="study")
+        lines = compare(path, project).splitlines()
+        told = [line for line in lines if line.startswith("  ") and " | " in line]
+        return [line for line in told if not re.match("  (hash|param|sec)", line)]
+
+    cores = "  cores: 8 | 4 or unknown"
+    assert differences(["dense", "matched", "sparse"], "X 0") == [cores]
+    assert differences(["sparse", "dense"], "Y") == [
+        "  cpu: Y | X 0 or X 9000 or X 1",
+        cores,
+        "  arms: sparse, dense | matched, sparse, dense",
+    ]
+    shutil.rmtree(place)
+    for seed, seconds in enumerate((40.0, 12.5, 50.0)):
+        facts = {"settings": settings, "manifest": {"seconds": seconds}}
+        run = Run("pesc", "nano", "study", seed, values(0.4, 0.4), **facts)
+        records.write_run(place / f"{seed}.parquet", run)
+    text = compare(reader(project, values(0.42, 0.44)), project)
+    assert "\n  seconds: 12.3 | 12.5 to 50.0\n" in text
 
 
 def add_course(project, every):

@@ -65,6 +65,27 @@ def test_without_a_record_or_a_project_nothing_is_said(
 
 
 @pytest.mark.parametrize(
+    "beside", ["{", '{"cells": [], "metadata": {}, "nbformat": 4}']
+)
+def test_a_neighbour_that_cannot_be_read_stops_no_notebook(told, fresh, beside):
+    (fresh / "notebooks" / "30_mine.ipynb").write_text(beside)
+    assert told() is None
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["{", "[1]", "{}", {"pace": None}, {"notebooks": []}, {"notebooks": {"cpu": {}}}],
+)
+def test_a_record_that_lacks_a_time_stops_no_notebook(told, fresh, record):
+    text = record if isinstance(record, str) else json.dumps(RECORD | record)
+    storage.write(fresh / "results" / pace.RECORD, text)
+    assert told() is None
+    lacking = {name: told for name, told in RECORD.items() if name != "pace"}
+    storage.write(fresh / "results" / pace.RECORD, json.dumps(lacking))
+    assert told() is None
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"),
     [
         (3, "about 10 seconds"),

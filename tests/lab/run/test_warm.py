@@ -239,6 +239,33 @@ def test_a_figure_is_a_picture_in_a_fork_too(tmp_path, tmp_path_factory):
     assert any("image/png" in output.get("data", {}) for output in left)
 
 
+@pytest.mark.parametrize("end", ["poll", "wait", "terminate", "kill"])
+def test_a_fork_that_nobody_cares_for_may_still_be_asked(place, tmp_path, end):
+    code = "import time; time.sleep(60)"
+    with open(os.devnull, "r+b") as nothing:
+        files = [nothing.fileno()] * 3
+        fork = children.Fork(place, ["-c", code], env={}, cwd=tmp_path, files=files)
+    fork.abandon()
+    getattr(fork, end)()
+    assert fork.poll() == fork.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("socket_", ["warm", "prepared"])
+def test_where_a_folders_name_leaves_no_room_for_a_socket_nothing_is_forked(
+    tmp_path, socket_
+):
+    """Linux takes 107 bytes: here the name of one of the two has 108."""
+    longer = tmp_path / ("d" * (108 - len(f"{tmp_path}//{socket_}")))
+    longer.mkdir()
+    with (
+        socket.socket(socket.AF_UNIX) as other,
+        pytest.raises(OSError, match="path too long"),
+    ):
+        other.bind(str(longer / socket_))
+    with warm.warm(longer, publish.environment(), ["json"]) as place:
+        assert place is None
+
+
 def test_where_there_is_a_gpu_nothing_is_forked(tmp_path, monkeypatch):
     (tmp_path / "nvidiactl").touch()
     monkeypatch.setattr(warm, "GPUS", (str(tmp_path / "nvidiactl"),))
