@@ -79,6 +79,12 @@ if (cell) {
   cell.before(button);
 }
 
+// A long name in a table breaks behind a dot, a dash or an underscore, and not anywhere.
+for (const name of document.querySelectorAll(".bd-article table code .pre")) {
+  const pieces = name.textContent.split(/(?<=[._/-])(?=.)/);
+  name.replaceChildren(...pieces.flatMap((piece, place) => (place ? [document.createElement("wbr"), piece] : [piece])));
+}
+
 // The arrows that unfold a chapter in the sidebar show no word: they are called by their chapter.
 for (const arrow of document.querySelectorAll(".bd-sidenav details > summary")) {
   const chapter = arrow.closest("li").querySelector("a")?.textContent.trim();

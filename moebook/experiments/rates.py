@@ -37,13 +37,14 @@ class Rates:
 
     @property
     def table(self) -> pd.DataFrame:
-        """A line an arm: its loss at each rate tried, its rate, and at which end that lies."""
+        """A line an arm: its loss at each rate tried, its rate, and at which end any lies."""
         lines: dict[str, dict[str, object]] = {arm: {} for arm in self.by_arm}
         for (arm, rate), loss in self.losses.items():
             lines[arm][f"{rate:g}"] = loss
         for arm, line in lines.items():
             line["rate"] = self.by_arm[arm]
-            line["end of the grid"] = self.ends.get(arm, "")
+            if self.ends:
+                line["end of the grid"] = self.ends.get(arm, "")
         return pd.DataFrame.from_dict(lines, orient="index").rename_axis("arm")
 
 
