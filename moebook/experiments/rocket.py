@@ -252,11 +252,19 @@ def _targets(settings: Settings) -> Complaints:
 def _shots(settings: Settings) -> Complaints:
     """Complain about targets of which the shots leave no row to judge rates by.
 
-    A target without any row is complained of elsewhere.
+    Rows of one prompt count once: a row with the prompt of a shot judges nothing. A target without
+    any row is complained of elsewhere.
     """
-    for name, count in annotated(settings).items():
-        if 0 < count <= settings["shots"]:
-            why = f"{name} has {count} annotated rows, and one at least judges rates"
+    split = needs.training_split(settings)
+    for name, rows in annotated(settings).items():
+        if not rows:
+            continue
+        count = len({row["prompt"] for row in tasks.rows(name, split, rows)})
+        if count <= settings["shots"]:
+            have = f"{rows} annotated rows"
+            if count < rows:
+                have += f", of {count} different prompts"
+            why = f"{name} has {have}, and one at least judges rates"
             remedy = f"take 1 to {count - 1}" if count > 1 else "give it more"
             yield f"shots = {settings['shots']}: {why}; {remedy}"
 

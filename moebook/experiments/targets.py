@@ -20,6 +20,7 @@ from moebook.analysis import routing
 from moebook.data import hub, tasks
 from moebook.data.mixtures import Row
 from moebook.data.tasks import Task
+from moebook.errors import refuse
 from moebook.experiments import pipeline, rates
 from moebook.experiments import rocket as checks
 from moebook.experiments.arm import Settings, picked
@@ -89,6 +90,11 @@ class Pool:
         """Return what evaluates a target: a user's own task, or the name of another."""
         test = self.tested[target]
         return self.own.get(test, test)
+
+    def spare(self, target: str, shots: Iterable[Mapping[str, str]]) -> list[Row]:
+        """Return a target's annotated rows that no arm is tuned on: neither shots nor open rows."""
+        used = {row["prompt"] for row in (*shots, *self.open)}
+        return [row for row in self.annotated[target] if row["prompt"] not in used]
 
     def batches(self, tokenizer: Any, most: int) -> dict[str, Any]:
         """Return the first held-out rows of each target, so many, in padded batches."""
@@ -170,6 +176,18 @@ def grid(losses: Losses) -> pd.DataFrame:
     return column.groupby(["arm", "lr"], sort=False).mean().unstack()
 
 
+def _refuse_unjudged(settings: Settings, pool: Pool) -> None:
+    """Refuse a target of which no row is left to judge rates by (E-DATA)."""
+    for target, annotated in pool.annotated.items():
+        shots = rocket.score.draw(annotated, settings["shots"], settings["seed"])
+        if not pool.spare(target, shots):
+            where = f"valid_rows = {settings['valid_rows']}"
+            none = f"none of {target}'s {len(annotated)} annotated rows is left to judge rates by"
+            why = "their prompts are those of shots and open rows"
+            remedy = "take fewer shots or pool_rows, or one rate alone"
+            refuse("E-DATA", f"{where}: {none}: {why}; {remedy}")
+
+
 def whole(
     settings: Settings,
     model: nn.Module,
@@ -180,8 +198,11 @@ def whole(
     """Train a LoRA on each target's own training set, by the bank's recipe.
 
     With several rates, and the arm ``expert_lora``, one at each, without the last validation rows,
-    by which the best is chosen.
+    by which the best is chosen. Nothing was trained on a target before: first it is asked whether
+    the other arms have rows to choose a rate by.
     """
+    if several(settings) and {*arms} != {"expert_lora"}:
+        _refuse_unjudged(settings, pool)
     tried = several(settings) if "expert_lora" in arms else []
     last = settings["valid_rows"] if tried else 0
     own = {
@@ -257,12 +278,13 @@ class Targets:
 
     @cached_property
     def valid(self) -> dict[str, Any]:
-        """Annotated rows that are no shots, encoded: by these rates are chosen."""
+        """Annotated rows that are neither shots nor open rows, encoded: by these rates are chosen.
+
+        So no arm is judged by a row that it was tuned on, whichever open rows it takes.
+        """
         encoded: dict[str, Any] = {}
         for target, case in self.cases.items():
-            used = {row["prompt"] for row in case.shots}
-            annotated = self.pool.annotated[target]
-            spare = [row for row in annotated if row["prompt"] not in used]
+            spare = self.pool.spare(target, case.shots)
             last = spare[-self.settings["valid_rows"] :]
             encoded[target] = data.encode(last, self.tokenizer, max_length=LONGEST)
         return encoded

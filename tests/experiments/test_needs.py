@@ -1,5 +1,6 @@
 """What arms of each notebook need is told before any work, with the parameter and what would do."""
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -323,6 +324,20 @@ def test_what_can_run_is_let_through(name, changes):
 def test_every_protocol_passes_its_own_check(name):
     for protocol in notebook(name).protocols:
         experiments.check(name, given(name, protocol))
+
+
+@pytest.mark.parametrize("name", ["rocket", "rivals"])
+def test_rows_of_one_prompt_count_once_where_shots_are_to_leave_some(name, tmp_path):
+    file = tmp_path / "films.jsonl"
+    lines = []
+    for split, prompts in (("train", "abc" * 9), ("validation", "d"), ("test", "efg")):
+        for prompt in prompts:
+            row = {"prompt": prompt, "answer": "good", "split": split}
+            lines.append(json.dumps(row))
+    file.write_text("\n".join(lines))
+    films = {"targets": str(file), "shots": 3, "valid_rows": 4}
+    words = "shots = 3: .*films.jsonl has 27 annotated rows, of 3 different prompts, .* 1 to 2"
+    refused(f"E-RANGE: {words}", experiments.check, name, given(name, **films))
 
 
 def test_a_filled_bank_folder_says_what_there_is_to_choose_from(tmp_path):

@@ -24,6 +24,7 @@ from moebook.training import fit, recompute
 
 STEPS = 2  # of a training: at the second the optimiser has moments
 PARTS = 2  # of a step: micro-batches whose gradients add up
+DTYPE = torch.float32  # of all weights, and of what is computed with them
 
 
 class Case(NamedTuple):
@@ -67,7 +68,7 @@ def cases() -> list[Case]:
 def calibrate(device: str, folder: Path) -> Path:
     """Measure every case on a device; ``results/plan/`` has each as soon as it ran."""
     place = runtime.resolve_device(device)
-    roof = ceilings(device)
+    roof = ceilings(device, DTYPE)
     machine = runtime.environment()
     name = machine["accelerator"] if place.type == "cuda" else machine["cpu"]
     record: dict[str, Any] = {
@@ -101,7 +102,7 @@ def _measured(
         "length": case.length,
     }
     try:
-        model, _ = models.load(case.base, device=place)
+        model, _ = models.load(case.base, device=place, dtype=DTYPE)
     except Refusal as refusal:
         return head | {"absent": refusal.message}
     register_experts()
@@ -139,13 +140,14 @@ def _predicted(case: Case, roof: dict[str, float]) -> dict[str, float]:
     training = Training(
         host=case.base,
         method=case.method,
+        dtype=DTYPE,
         length=case.length,
         batch=case.rows * PARTS,
         steps=1,
     )
     size = planning.size(training, case.rows, case.checkpointing)
     moments = 2 * size.gradients  # AdamW's
-    seconds = size.seconds({torch.float32: roof["flops"]}, roof["bytes"])
+    seconds = size.seconds({DTYPE: roof["flops"]}, roof["bytes"])
     update = planning.state(size, moments) / roof["bytes"]
     return {
         "weights": size.weights,

@@ -199,10 +199,15 @@ def slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
 
 
-def ceilings(device: str = "auto") -> dict[str, float]:
-    """Measure the roof: FLOPs a second of a product, bytes a second of a copy."""
+def ceilings(
+    device: str = "auto", dtype: torch.dtype | None = None
+) -> dict[str, float]:
+    """Measure the roof: FLOPs a second of a product, bytes a second of a copy.
+
+    Both are in ``dtype``, by default that in which ops are timed on the device.
+    """
     place = runtime.resolve_device(device)
-    dtype = number_format(place)
+    dtype = dtype or number_format(place)
     side, squares = (8192, 8) if place.type == "cuda" else (1024, 64)
     product = Product(side, side, side)
     source = torch.zeros(squares * side * side, device=place, dtype=dtype)

@@ -22,6 +22,7 @@ from moebook.lab.evidence.verdicts import (
     Row,
     Verdict,
     amount,
+    row,
     seeds,
     side,
     span,
@@ -284,14 +285,17 @@ def runs(pools: dict[str, Pool]) -> pd.DataFrame:
 def pools(name: str) -> dict[str, Pool]:
     """Return a notebook's pools that decide claims, the smallest scale first; all where none does.
 
-    The others are exploratory: the ledger shows what they measured.
+    Among them is the newest pool of what is computed, which no head needs to name. The others
+    are exploratory: the ledger shows what they measured.
     """
     every = sources.pools(name, storage.root())
     deciders = sources.deciders(storage.root())
     mine: set[str] = set()
     for claim in papers.claims():
-        if claim.run == name and not claim.ended:
-            mine |= {*deciders.get(claim.id, ())}
+        if claim.run == name:
+            judged = row(claim, every.values(), deciders.get(claim.id, ()))
+            for verdict in judged.decided:
+                mine.add(verdict.shown.pool.protocol)
     return {one: pool for one, pool in every.items() if one in mine} or every
 
 

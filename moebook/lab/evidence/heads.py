@@ -220,6 +220,16 @@ def _number(text: str) -> float:
         refuse("E-CONFIG", f"'{SMALLEST}: {text}': expected a number first")
 
 
+def _test_rows(facts: Mapping[str, str]) -> int:
+    """Read how many test rows are planned; 0 without the line, for as many as on record."""
+    text = facts.get(ROWS)
+    if text is None:
+        return 0
+    if not text.isdecimal() or int(text) < 1:
+        refuse("E-CONFIG", f"'{ROWS}: {text}': expected a whole number, 1 or more")
+    return int(text)
+
+
 def _computed(
     facts: Mapping[str, str], pools: Mapping[str, Pool], protocol: str, folder: Path
 ) -> dict[str, str]:
@@ -233,8 +243,11 @@ def _computed(
     effects = _on_record(facts, pools, folder) if planned else None
     if effects is not None:
         smallest = _number(facts[SMALLEST])
-        seen = partial(sees, effects, smallest, items=int(facts.get(ROWS, 0)))
+        seen = partial(sees, effects, smallest, items=_test_rows(facts))
         number = len(lists.seeds(f"{protocol}: {SEEDS}", facts[SEEDS]))
+        if number < 2:
+            told = "expected two or more, as one seed has no spread"
+            refuse("E-CONFIG", f"'{SEEDS}: {facts[SEEDS]}': {told}")
         said = f"{seen(number):.0%} with {number} seeds"
         had = len(ran.seeds) if ran else 0
         if 1 < had < number:

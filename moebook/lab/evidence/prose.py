@@ -9,17 +9,19 @@ change stands between braces and is filled when the book is built:
 - ``{interval of effect}``, ``{seeds of effect}``, ``{least of effect}``: half the interval, the
   smallest effect that would have been told from zero;
 - ``{paper of effect}``: what the paper prints; ``{status of effect}``: whether a study that named
-  the claim before it ran decides it ("planned") or not ("exploratory");
+  the claim before it ran decides it ("planned") or not ("exploratory"): no study is needed to
+  decide what is computed, and none has planned a claim that was written after it;
 - ``{beats | loses to | cannot be told from: effect}``: a word by where the interval lies, above
   zero, below it, or across.
 
 An effect is ``a less b`` (two recorded values; a number or ``b and c``, whose mean is meant, may
 stand for b), or ``a`` alone, ``in notebook/protocol`` (or ``in protocol``) ``of 3-5`` (seeds); or
 it is a claim at a scale, ``pesc.gain-code at 1 M``, which is read from the pool that the ledger
-shows. ``over all studies`` takes all committed pools of the scale together, ``without kinship``
-the mean over the other tasks of that one pool; neither has the two means, nor are both asked. And
-``against the paper`` takes what the paper prints off. A page may give effects names in its first
-lines, ``name: effect`` between two lines of three hyphens.
+shows; what is computed is one number there, without an interval. ``over all studies`` takes all
+committed pools of the scale together, ``without kinship`` the mean over the other tasks of that one
+pool; neither has the two means, nor are both asked. And ``against the paper`` takes what the paper
+prints off. A page may give effects names in its first lines, ``name: effect`` between two lines of
+three hyphens.
 
 A reading that is not written, because the sentence would then be false, stops the build and names
 file and sentence (E-PROSE).
@@ -27,6 +29,7 @@ file and sentence (E-PROSE).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -159,12 +162,12 @@ class Evidence:
                 f"{where}: '{text}' is no effect; see moebook.lab.evidence.prose",
             )
         pool = self._pool(match["pool"] or self.home, where)
-        if match["seeds"]:
-            pool = pool.of_seeds(lists.seeds(f"{where}: seeds", match["seeds"]))
         other = match["other"]
         with located(where):
             less = None if other is None else reference(other)
-        return _measured(text, pool, match["name"], less, where)
+        seeds = match["seeds"]
+        asked = lists.seeds(f"{where}: seeds", seeds) if seeds else []
+        return _measured(text, pool, match["name"], less, where, asked=asked)
 
     def _pool(self, name: str, where: str) -> Pool:
         """Return the pool ``notebook/protocol``, or of the home's notebook ``protocol``."""
@@ -187,9 +190,13 @@ class Evidence:
         verdict = rows[name].at(scale)
         if verdict is None:
             refuse("E-PROSE", f"{where}: {name} was not measured at {scale}")
-        pool = verdict.shown.pool
-        found = _measured(text, pool, claim.value, claim.reference, where)
-        status = "planned" if verdict.deciding else "exploratory"
+        shown = verdict.shown
+        found = _measured(
+            text, shown.pool, claim.value, claim.reference, where, exact=shown.exact
+        )
+        # What is computed is decided without a head that names it.
+        planned = verdict.deciding and not verdict.late and not shown.exact
+        status = "planned" if planned else "exploratory"
         found = replace(found, printed=claim.claimed, status=status)
         task = match["task"]
         if match["all"] and task:
@@ -201,8 +208,10 @@ class Evidence:
             every = verdict.together.effects
             found = replace(found, effects=every, means=(), status="exploratory")
         if task:
-            others = _others(verdict.shown.parts, task, where)
-            found = replace(found, effects=others, means=())
+            effects = _others(shown.parts, task, where)
+            if shown.exact:
+                effects = _alone(effects)
+            found = replace(found, effects=effects, means=())
         if not match["less"]:
             return found
         if claim.claimed is None:
@@ -211,24 +220,51 @@ class Evidence:
 
 
 def _measured(
-    text: str, pool: Pool, name: str, less: store.Reference, where: str
+    text: str,
+    pool: Pool,
+    name: str,
+    less: store.Reference,
+    where: str,
+    *,
+    asked: Sequence[int] = (),
+    exact: bool = False,
 ) -> Effect:
-    """Measure an effect in a pool; one that it does not have is refused (E-POOL)."""
+    """Measure an effect in a pool, of the seeds ``asked`` for, by default of all.
+
+    What is ``exact``, or of published files, is computed and alike with every seed: it is one
+    number, as in the ledger. What the pool does not have is refused (E-POOL), and so are values of
+    two units and a seed that is missing (E-PROSE).
+    """
+    pooled = f"the pool of {pool.notebook}/{pool.protocol}"
+    if asked:
+        pool = pool.of_seeds(asked)
     effects = pool.effects(name, less)
     if not len(effects):
-        pooled = f"the pool of {pool.notebook}/{pool.protocol}"
         refuse("E-POOL", f"{where}: {pooled} has no {text}")
-    if pool.published:  # each seed read the same files
-        effects = effects[:1]
-    names = [name, less] if isinstance(less, str) else [name]
-    compared = less if isinstance(less, tuple) else names
-    seeds = pool.having(name, *compared)
+    others = less if isinstance(less, tuple) else (less,)
+    names = [name, *(other for other in others if isinstance(other, str))]
+    units = {value.unit for each in names for value in pool.values(each).values()}
+    if len(units) > 1:
+        both = " and ".join(sorted(units))
+        refuse("E-PROSE", f"{where}: '{text}' compares {both}; expected one unit")
+    seeds = sorted(pool.having(*names))
+    lacking = ", ".join(str(seed) for seed in asked if seed not in seeds)
+    if lacking:
+        refuse("E-PROSE", f"{where}: {pooled} lacks seeds {lacking} of '{text}'")
+
+    if exact or pool.published:
+        effects = _alone(effects)
+        seeds = seeds[:1]
     means: list[float] = []
-    for each in names:
+    for each in [name, less] if isinstance(less, str) else [name]:
         by_seed = pool.values(each)
         means.append(float(np.mean([by_seed[seed].value for seed in seeds])))
-    unit = next(iter(pool.values(name).values())).unit
-    return Effect(text, effects, unit, less is not None, tuple(means))
+    return Effect(text, effects, units.pop(), less is not None, tuple(means))
+
+
+def _alone(effects: np.ndarray) -> np.ndarray:
+    """Return what is computed as one number, ``[1, 1]``, of which there is no interval."""
+    return effects[:1].mean(axis=1, keepdims=True)
 
 
 def _others(parts: Mapping[str, np.ndarray], task: str, where: str) -> np.ndarray:
@@ -295,9 +331,12 @@ def reference(text: str) -> store.Reference:
     if "/" in text:
         return text
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
         refuse("E-PROSE", f"'{text}' is neither a value's name nor a number")
+    return number
 
 
 def pages(folder: Path, rows: Sequence[Row]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """`moebook bench` on tiny shapes; turns, floors and goals on numbers the test sets."""
 
+import json
 import math
 import sys
 import warnings
@@ -15,11 +16,20 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moebook import cli, kernels
+from moebook import cli, kernels, models
 from moebook.errors import Refusal
 from moebook.kernels import matmul
 from moebook.lab import bench, records
-from moebook.lab.bench import case, choosing, layers, report, running, steps, timing
+from moebook.lab.bench import (
+    calibration,
+    case,
+    choosing,
+    layers,
+    report,
+    running,
+    steps,
+    timing,
+)
 from moebook.lab.bench.case import Case, Product
 from moebook.lab.bench.timing import Contender, Cost, Timing
 from moebook.lab.records import store
@@ -294,6 +304,30 @@ def test_a_run_is_read_back_with_its_environment(tiny, tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(Refusal, match="E-RUN"):
         bench.recorded(tmp_path)
+
+
+def test_the_roof_of_trainings_is_measured_in_their_own_number_format(
+    monkeypatch, tmp_path
+):
+    """Also where ops are timed in bfloat16, as on a GPU."""
+    asked = []
+
+    def dense(products, device, dtype):
+        asked.append(dtype)
+        return Contender("floor", lambda: None)
+
+    free = SimpleNamespace(seconds=1.0)
+    costs = {"floor": free, "copy": free}
+    monkeypatch.setattr(running, "number_format", lambda device: torch.bfloat16)
+    monkeypatch.setattr(running, "dense", dense)
+    monkeypatch.setattr(running, "interleave", lambda *given, **how: (costs, {}))
+    monkeypatch.setattr(calibration, "_measured", lambda *given: {})
+    path = calibration.calibrate("cpu", tmp_path)
+    model, _ = models.load(calibration.Case("all", "nano", None).base)
+    assert asked == [next(model.parameters()).dtype] == [torch.float32]
+    roof = json.loads(path.read_text())["roof"]
+    assert roof["bytes"] == 2 * 64 * 1024**2 * 4  # of the copy, read and written
+    assert running.ceilings("cpu")["bytes"] == roof["bytes"] / 2
 
 
 def test_the_committed_run_of_a_gpu_has_the_counts_of_its_sizes():

@@ -209,6 +209,15 @@ FIRST = measured(0, a=[1.0, 3.0], b=[2.0, 2.0])
 TOY = Pool("toy", "nano", (FIRST, measured(1, a=[2.0, 4.0]), measured(4, a=[3.0, 5.0])))
 
 
+def test_pools_that_decide_are_those_of_the_ledger_what_is_computed_included(ledger):
+    """No head names a computed claim, as of the routing that the authors published."""
+    decide = set()
+    for one in ledger:
+        if one.claim.run == "routing":
+            decide |= {verdict.shown.pool.protocol for verdict in one.decided}
+    assert set(findings.pools("routing")) == decide == {"nano", "paper"}
+
+
 def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
     lone = Run("toy", "nano", "study", 0, (Value("toy/c/loss", 2.0, "nats"),))
     names = {"loss": "toy/{arm}/loss", "again": "toy/{arm}/loss"}

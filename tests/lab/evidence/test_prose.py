@@ -1,6 +1,7 @@
 """Prose follows the pools' numbers, and stops the build where a sentence no longer fits them."""
 
 import re
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def pool(*gains, protocol="nano"):
             Value(f"pesc/{arm}/accuracy", count / 100, "share")
             for arm, count in right.items()
         ]
+        values.append(Value("pesc/dense/nll", 0.5, "nats"))
         settings = {"base": "nano"}
         run = Run(
             "pesc",
@@ -148,10 +150,59 @@ def test_a_number_that_no_longer_fits_its_sentence_stops_with_file_and_sentence(
         ("{pesc/dense/accuracy less}", "E-PROSE"),
         ("{pesc/sparse/accuracy less dense in pesc/nano}", "E-PROSE"),
         ("{pesc.sparse-beats-dense at 1 M over all studies without code}", "E-PROSE"),
+        ("{pesc/sparse/accuracy less nan in pesc/nano}", "E-PROSE"),
+        ("{pesc/sparse/accuracy less inf in pesc/nano}", "E-PROSE"),
+        (f"{{{GAIN} of 1-3}}", "E-PROSE"),
     ],
 )
 def test_a_name_that_nothing_has_is_refused_in_one_line(text, code):
     refused(f"{code}: book/found/pesc.md", told, text, 1, 2, 3)
+
+
+@pytest.mark.parametrize("other", ["nll", "accuracy and pesc/dense/nll"])
+def test_values_of_two_units_are_not_compared(other):
+    text = f"Sparse leads by {{pesc/sparse/accuracy less pesc/dense/{other} in nano}}."
+    words = r"E-PROSE: book/found/pesc.md: 'Sparse leads by .* compares nats and share"
+    home = replace(evidence(9, 10, 11), home="pesc/")
+    refused(words, prose.filled, text, home, "book/found/pesc.md")
+
+
+def test_seeds_that_are_asked_for_by_number_are_all_there_or_named():
+    assert told(f"{{seeds of {GAIN} of 0-2}}", 9, 10, 11) == "3"
+    words = "the pool of pesc/nano lacks seeds 3, 5 of"
+    refused(f"E-PROSE: .*{words}", told, f"{{{GAIN} of 1-3,5}}", 9, 10, 11)
+
+
+def test_what_is_computed_is_one_number_as_in_the_ledger_and_no_study_planned_it():
+    """Its items and seeds, which differ here, give it no interval: it lies by its sign."""
+    claim = replace(CLAIM, exact=True)
+    mine = pool(-1, 30)
+    row = verdicts.row(claim, [mine])
+    page = "---\ngain: pesc.sparse-beats-dense at 1 M\n---\n"
+    page += "{gain}, {up | down | open: gain}, {value of gain}, {status of gain}"
+    shown = prose.Evidence({}, [row])
+    said = prose.filled(page, shown, "book/found/pesc.md")
+    assert said == "−1.0 points, down, 49.0 %, exploratory"
+    (verdict,) = row.verdicts
+    assert verdict.deciding.interval is None
+    assert verdict.deciding.effect == pytest.approx(-0.01)
+    refused(
+        "E-PROSE: .*has no 'least'",
+        prose.filled,
+        page.replace("{gain},", "{least of gain}"),
+        shown,
+        "book/found/pesc.md",
+    )
+
+
+@pytest.mark.parametrize(
+    ("claims", "status"), [({CLAIM.id: ""}, "planned"), ({}, "exploratory")]
+)
+def test_a_claim_is_planned_where_its_runs_knew_it(claims, status):
+    runs = [replace(run, manifest={"claims": claims}) for run in pool(9, 10, 11).runs]
+    row = verdicts.row(CLAIM, [Pool("pesc", "nano", tuple(runs))], ["nano"])
+    text = "{status of pesc.sparse-beats-dense at 1 M}"
+    assert prose.filled(text, prose.Evidence({}, [row]), "a page") == status
 
 
 def test_roles_and_directives_stay():

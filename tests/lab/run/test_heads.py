@@ -124,6 +124,22 @@ def test_the_chance_is_simulated_from_several_seeds_or_refused(
         assert facts(project)["Chance to see it"] == said
 
 
+@pytest.mark.parametrize(
+    ("planned", "told"),
+    [
+        ("Seeds: 7", "'Seeds: 7': expected two or more"),
+        ("Seeds: 0-3\n# Test rows: 200 a task", "'Test rows: 200 a task': expected a"),
+        ("Seeds: 0-3\n# Test rows: -5", "'Test rows: -5': expected a whole number"),
+        ("Seeds: 0-3\n# Test rows: 0", "'Test rows: 0': expected a whole number"),
+    ],
+)
+def test_a_plan_of_which_no_chance_can_be_simulated_is_refused(project, planned, told):
+    for seed in range(3):
+        add_run(project, seed, protocol="other", a=1.0 + seed / 100)
+    (project / PATH).write_text(HEAD.replace("Seeds: 0-3", planned))
+    refused(f"E-CONFIG: {told}", facts, project)
+
+
 def test_a_pool_says_how_many_seeds_it_lacks_and_what_came_later(project):
     commit = git(project, "rev-parse", "HEAD")
     add_run(project, 0, commit)
