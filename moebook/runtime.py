@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -32,6 +32,7 @@ Item = TypeVar("Item")
 QUIET = "MOEBOOK_QUIET"  # set to 1 where notebooks are executed for the book
 RESUME = "MOEBOOK_RESUME"  # set there too: the folder of the run's checkpoints
 FOUND = "found.json"  # in a training's folder there: its seconds when the run was taken up again
+PLACE = ("LOCAL_RANK", "RANK", "WORLD_SIZE")  # what a launcher sets of a process
 PACKAGES = (
     "torch",
     "transformers",
@@ -61,6 +62,16 @@ def seed_everything(seed: Annotated[int, Field(ge=0, lt=2**32)]) -> None:
     torch.manual_seed(seed)
 
 
+def random_states_kept() -> AbstractContextManager[None]:
+    """Put torch's random states back after a block: all that ``torch.manual_seed`` seeds."""
+    import torch
+
+    # Of several GPUs that it was not told of it would warn.
+    gpus = range(torch.cuda.device_count())
+    kept: AbstractContextManager[None] = torch.random.fork_rng(gpus)
+    return kept
+
+
 def now() -> str:
     """Return the time to the second (UTC), as records have it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
@@ -68,9 +79,7 @@ def now() -> str:
 
 def processes() -> tuple[int, int]:
     """Return this process's number and how many ``accelerate launch`` started, else (0, 1)."""
-    given = [
-        name for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE") if name in os.environ
-    ]
+    given = [name for name in PLACE if name in os.environ]
     if "LOCAL_RANK" not in given:
         # accelerate sets an address for several processes, and with --cpu starts one of them
         if {"MASTER_PORT", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys():
@@ -80,15 +89,16 @@ def processes() -> tuple[int, int]:
                 "torchrun --nproc-per-node N, or leave --num_processes away",
             )
         return 0, 1
-    try:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except (KeyError, ValueError):
-        found = ", ".join(f"{name}={os.environ[name]}" for name in given)
-        refuse(
-            "E-USAGE",
-            f"{found} is no place among processes; set LOCAL_RANK, RANK and "
-            "WORLD_SIZE to numbers, or none of them",
-        )
+    with suppress(KeyError, ValueError):
+        local, rank, world = (int(os.environ[name]) for name in PLACE)
+        if local >= 0 and 0 <= rank < world:
+            return rank, world
+    found = ", ".join(f"{name}={os.environ[name]}" for name in given)
+    refuse(
+        "E-USAGE",
+        f"{found} is no place among processes; set LOCAL_RANK, RANK and WORLD_SIZE to "
+        "numbers from 0 on, RANK below WORLD_SIZE, or none of them",
+    )
 
 
 def resolve_device(name: str) -> torch.device:
@@ -184,16 +194,17 @@ def peak_memory(pid: int | str = "self", mark: str = "VmHWM") -> int | None:
 
 def cores() -> int:
     """How many cores this process may use."""
-    return (
-        len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _processor() -> str:
     """Name the processor: by its model on Linux, else as Python does."""
     info = Path("/proc/cpuinfo")
     if info.exists():
-        model = re.search(r"^model name.*?: *(.*)", info.read_text(), re.M)
+        text = info.read_text(encoding="utf-8")
+        model = re.search(r"^model name.*?: *(.*)", text, re.M)
         if model:
             return model[1].strip()
     return platform.processor() or platform.machine()
@@ -201,6 +212,7 @@ def _processor() -> str:
 
 def environment() -> dict[str, Any]:
     """Describe what a result may depend on; no host name, user name or path: it is committed."""
+    import psutil
     import torch
 
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
@@ -210,7 +222,7 @@ def environment() -> dict[str, Any]:
         "versions": versions(),
         "cpu": _processor(),
         "cores": cores(),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory": psutil.virtual_memory().total,
         "threads": torch.get_num_threads(),
         "accelerator": gpu.name if gpu else None,
         "accelerator_memory": gpu.total_memory if gpu else None,
@@ -234,10 +246,12 @@ def progress(
     It is plain text: widgets leave dead boxes in a rendered page.
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    kernel = getattr(shell, "kernel", None)  # papermill's cannot ask for input
-    watched = (
-        sys.stderr.isatty() if kernel is None else getattr(kernel, "_allow_stdin", True)
-    )
+    kernel = getattr(shell, "kernel", None)
+    if kernel is None:
+        # A program without a console, as pythonw's, has no stderr.
+        watched = sys.stderr is not None and sys.stderr.isatty()
+    else:
+        watched = getattr(kernel, "_allow_stdin", True)  # papermill's cannot ask
     if os.environ.get(QUIET) == "1" or not watched or processes()[0]:
         return iterable
     return tqdm(iterable, desc=desc or None, total=total, leave=False)

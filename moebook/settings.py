@@ -188,39 +188,42 @@ def record(kind: type[Kind]) -> type[Kind]:
 def _checked_class(kind: type[Kind], *, kw_only: bool) -> type[Kind]:
     made: Any = dataclass(frozen=True, kw_only=kw_only, config=CHECKS)(kind)
     names = [field.name for field in fields(made)]
-    made.__init__ = _told(
-        made.__init__, names, own=1, letters=getattr(kind, "LETTERS", {})
-    )
+    letters = getattr(kind, "LETTERS", {})
+    made.__init__ = _told(made.__init__, kind.__name__, names, own=1, letters=letters)
     return made
 
 
 def checked(function: Callable[Given, Kind]) -> Callable[Given, Kind]:
     """Check a function's arguments by their annotations, as `settings` checks fields."""
     names = list(inspect.signature(function).parameters)
-    call: Callable[Given, Kind] = _told(validate_call(config=CHECKS)(function), names)
+    validated = validate_call(config=CHECKS)(function)
+    call: Callable[Given, Kind] = _told(validated, function.__qualname__, names)
     return call
 
 
 def _told(
     function: Any,
+    title: str,
     names: Sequence[str],
     own: int = 0,
     letters: Mapping[str, str] = NO_LETTERS,
 ) -> Any:
     """Tell in one line what is wrong with the arguments ``names``, behind ``own`` others.
 
-    Whole numbers beyond every float, which neither JSON nor a message can hold, are
-    refused too.
+    ``title`` is what pydantic calls the function or class. Whole numbers beyond every
+    float, which neither JSON nor a message can hold, are refused too, also in a list or
+    tuple.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **values: Any) -> Any:
         by_position = zip(names, args[own:], strict=False)
         for name, value in (*by_position, *values.items()):
-            if type(value) is int and value.bit_length() > 1024:
-                bits = f"{name} has {value.bit_length()} bits"
-                refuse("E-RANGE", f"{bits}, expected at most 1024")
-        with in_one_line(names, letters):
+            for part in value if isinstance(value, list | tuple) else [value]:
+                if type(part) is int and part.bit_length() > 1024:
+                    have = f"{name} has a number of {part.bit_length()} bits"
+                    refuse("E-RANGE", f"{have}, expected at most 1024")
+        with in_one_line(names, letters, title):
             return function(*args, **values)
 
     return call
@@ -228,14 +231,25 @@ def _told(
 
 @contextmanager
 def in_one_line(
-    known: Sequence[str], letters: Mapping[str, str] = NO_LETTERS
+    known: Sequence[str],
+    letters: Mapping[str, str] = NO_LETTERS,
+    title: str | None = None,
 ) -> Iterator[None]:
-    """Turn pydantic's first error into one line; ``known`` are the fields or arguments in order."""
+    """Turn pydantic's first error into one line; ``known`` are the fields or arguments in order.
+
+    With a ``title``, only errors that pydantic gives this title: others come from what a user's own
+    function does inside the call, and stay what they are.
+    """
     try:
         yield
     except ValidationError as problem:
+        if title not in (None, problem.title):
+            raise
         first = problem.errors()[0]
         kind = first["type"]
+        if kind == "unexpected_positional_argument":
+            extra = f"{shown(first['input'])} is one value too many without a name"
+            refuse("E-TYPE", f"{extra}; the names are {', '.join(known)}")
         # The place of the value: an argument's number or name, then what is inside of it.
         top, *rest = first["loc"]
         argument = known[top] if isinstance(top, int) else top

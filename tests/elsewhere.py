@@ -95,6 +95,8 @@ def main():
             imported.append(module.name)
     assert len(imported) > 100
     importlib.import_module("moebook.cli").main(["list"])
+    # What every record and checkpoint describes.
+    assert importlib.import_module("moebook.runtime").environment()["memory"] > 0
 
 
 if __name__ == "__main__":

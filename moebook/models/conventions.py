@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from numbers import Integral
 from pathlib import Path
@@ -20,22 +21,31 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from moebook.errors import Refusal, refuse, shown
+from moebook.errors import Refusal, lacks_memory, refuse, shown
 from moebook.nn import evaluating
 from moebook.nn.batch import vocabulary
 
 TOKENS = 8  # a row of `check`
 CHANGED = TOKENS // 2  # of them, at its end, that differ between its two rows
 FLOATS = ("F64", "F32", "F16", "BF16")  # of safetensors, that are no quantised weights
+LARGEST = sys.float_info.max
 # What a number of config.json must lie in, by its name.
 RANGES = (
     (re.compile("dropout|pdrop|layerdrop"), 0.0, 1.0),
     (re.compile("(^|_)eps(ilon)?$"), 0.0, 1.0),
-    (re.compile("theta$"), 1e-9, math.inf),
-    (re.compile("^max_position_embeddings$"), 0, math.inf),  # 0: it says none
+    (re.compile("theta$"), 1e-9, LARGEST),
+    (re.compile("^max_position_embeddings$"), 0, LARGEST),  # 0: it says none
 )
+HEAD = "take a model with a head for language models"
 TAGGED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+# Layers whose cache can be cut row by row, as transformers names them.
+ATTENTION = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "indexed_attention",
+}
 PER_TOKEN = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -55,25 +65,24 @@ def items(content: Any) -> Iterator[tuple[str, Any]]:
             yield from items(value)
 
 
+def _numbers(value: Any) -> Iterator[int | float]:
+    """Yield a number of a configuration, or all numbers of a list."""
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _numbers(part)
+        return
+    if isinstance(value, Mapping):
+        # Transformers writes NaN as {"__float__": "NaN"}.
+        value = TAGGED.get(str(value.get("__float__")))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+
+
 def check_values(content: Mapping[str, Any], where: object) -> None:
     """Refuse numbers of a configuration with which a model computes nonsense."""
     for key, value in items(content):
-        if isinstance(value, Mapping):
-            # Transformers writes NaN as {"__float__": "NaN"}.
-            value = TAGGED.get(str(value.get("__float__")))
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if math.isnan(value):
-            refuse(
-                "E-NONFINITE",
-                f"{where}: {key} is NaN, expected a number; fetch it again",
-            )
-        for name, low, high in RANGES:
-            if name.search(key) and not low <= value <= high:
-                wanted = (
-                    f"{low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
-                )
-                refuse("E-RANGE", f"{where}: {key} is {value}, expected {wanted}")
+        for number in _numbers(value):
+            _check_number(key, number, where)
     for part in (
         content,
         *(value for value in content.values() if isinstance(value, Mapping)),
@@ -84,6 +93,22 @@ def check_values(content: Mapping[str, Any], where: object) -> None:
         if used and type(window) is int and window < 1:
             wanted = "expected 1 or more tokens, or null"
             refuse("E-RANGE", f"{where}: sliding_window is {window}, {wanted}")
+
+
+def _check_number(key: str, number: int | float, where: object) -> None:
+    """Refuse NaN, and what is outside its `RANGES`."""
+    # A whole number may be too large for a float.
+    if isinstance(number, float) and math.isnan(number):
+        refuse(
+            "E-NONFINITE",
+            f"{where}: {key} is NaN, expected a number; fetch it again",
+        )
+    for name, low, high in RANGES:
+        if name.search(key) and not low <= number <= high:
+            wanted = f"{low:g} to {high:g}"
+            if high == LARGEST:
+                wanted = f"a finite number, {low:g} or more"
+            refuse("E-RANGE", f"{where}: {key} is {shown(number)}, expected {wanted}")
 
 
 def _check_experts(content: Mapping[str, Any], where: object) -> None:
@@ -153,7 +178,7 @@ def _method(quantisation: Any) -> str:
     """Name what quantised the weights, in transformers' words."""
     if not isinstance(quantisation, Mapping):
         return str(quantisation)
-    for bits in ("8bit", "4bit"):
+    for bits in ("4bit", "8bit"):  # of both, transformers takes 4
         if quantisation.get(f"load_in_{bits}"):
             return f"bitsandbytes_{bits}"
     return str(quantisation.get("quant_method"))
@@ -181,13 +206,17 @@ def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
 def keeps_cache(model: nn.Module) -> bool:
     """Say whether a model goes on from a cache that holds rows of several lengths.
 
-    Recurrent models have a state for one (Mamba, RWKV, hybrids); whoever takes no
+    Recurrent models have a state for one (Mamba, RWKV, hybrids), and so have single
+    layers (LFM2's convolutions, MiniMax's linear attention); whoever takes no
     ``position_ids`` would count what fills short rows up on the left, as BART does.
     """
     host = _host(model)
     takes = inspect.signature(host.forward).parameters
+    if not {"past_key_values", "position_ids"} <= takes.keys():
+        return False
+    kinds = getattr(getattr(host, "config", None), "layer_types", None) or ()
     stateful = getattr(host, "_is_stateful", False)
-    return not stateful and "past_key_values" in takes and "position_ids" in takes
+    return not stateful and ATTENTION.issuperset(kinds)
 
 
 def reads_prompt(model: nn.Module) -> bool:
@@ -259,15 +288,20 @@ def _pass(
     try:
         with evaluating(model):
             output = model(**inputs, logits_to_keep=places, use_cache=False)
-    except (Refusal, MemoryError, torch.OutOfMemoryError):
+    except Refusal:
         raise
     except Exception as error:
+        # On a CPU torch raises a RuntimeError that says so.
+        if lacks_memory(f"{type(error).__name__}: {error}"):
+            raise
         told = f"cannot read {TOKENS} tokens ({type(error).__name__}: {error!s:.200})"
         refuse("E-MODEL", f"{name} {told}; check its configuration")
     logits = getattr(output, "logits", None)
     if logits is None:
-        fix = "take a model with a head for language models"
-        refuse("E-MODEL", f"{name} gives no logits; {fix}")
+        refuse("E-MODEL", f"{name} gives no logits; {HEAD}")
+    if logits.dim() != 3:
+        shape = tuple(logits.shape)
+        refuse("E-MODEL", f"{name} gives logits {shape}, expected [N, T, V]; {HEAD}")
     if logits.shape[:2] != labels.shape:
         wrong = f"{logits.shape[1]} tokens' logits, asked for {len(places)}"
         fix = "take another model"

@@ -40,7 +40,7 @@ def lora_step(
 class _Step(torch.autograd.Function):
     """``y = W x + b + scale * B A (mask * x)`` for ``x [T, D]``, gradients by hand.
 
-    Kept for the backward pass: the input as A reads it, the mask, and ``A x [T, R]``.
+    Kept for the backward pass: the input as A reads it, the mask, and ``A (mask * x) [T, R]``.
     """
 
     @staticmethod

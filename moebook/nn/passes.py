@@ -52,17 +52,24 @@ def plain(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Give each module its own mode back after the block: that of training or of evaluation."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        # By the attribute: ``train()`` would set the modules inside, too.
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch dropout off for the length of the block, in a `plain` model.
 
     Each module gets its own mode back.
     """
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with modes_kept(model):
+        model.eval()
         with plain(model):
             yield
-    finally:
-        # By the attribute: ``train()`` would set the modules inside, too.
-        for module in training:
-            module.training = True

@@ -18,9 +18,10 @@ def put(new: Path, place: Path) -> None:
 
     Linux and macOS exchange the two in one step. Where that is not possible (Windows, some file
     systems) the old folder steps aside first: `present` finds it there, and `mend` brings it back
-    after a kill in between.
+    after a kill in between. A file or a link in its place goes as the old folder would, and
+    what the link leads to stays.
     """
-    if not place.exists():
+    if not os.path.lexists(place):
         new.rename(place)
     elif _exchange(new, place):
         remove(new)
@@ -45,13 +46,22 @@ def mend(place: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, whose name goes at once: a kill leaves no part of it under that name."""
+    """Remove a folder, whose name goes at once: a kill leaves no part of it under that name.
+
+    A file goes too, and of a link the link alone.
+    """
     gone = folder.with_name(f".{folder.name.strip('.')}.gone")
-    if gone.exists():
-        shutil.rmtree(gone)
-    if folder.exists():
+    _delete(gone)
+    if os.path.lexists(folder):
         folder.rename(gone)
-        shutil.rmtree(gone)
+        _delete(gone)
+
+
+def _delete(place: Path) -> None:
+    if place.is_symlink() or place.is_file():
+        place.unlink()
+    elif place.exists():
+        shutil.rmtree(place)
 
 
 def _aside(place: Path) -> Path:

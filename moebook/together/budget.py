@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import scipy.linalg
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +24,8 @@ from torch.utils.flop_counter import (
 from moebook.errors import refuse
 from moebook.nn import plain
 from moebook.nn.batch import check_batch
+from moebook.nn.passes import modes_kept
+from moebook.runtime import random_states_kept
 from moebook.settings import checked
 from moebook.training.batches import Batches
 from moebook.training.loop import Penalty
@@ -118,10 +119,10 @@ def measured(
 ) -> int:
     """Count the FLOPs of forward and backward passes over batches; no gradient is left behind."""
     device = next(model.parameters()).device
-    training = model.training
-    model.train()
     # Dropout draws, but what the caller draws next stays the same.
-    with Flops() as counted, torch.random.fork_rng(), plain(model):
+    kept = random_states_kept()
+    with Flops() as counted, kept, modes_kept(model), plain(model):
+        model.train()
         for batch in batches:
             check_batch("measured", model, batch, needs=["labels"])
             inputs = {
@@ -133,7 +134,6 @@ def measured(
                 loss = loss + penalty(model)
             loss.backward()
     model.zero_grad()
-    model.train(training)
     return counted.total
 
 
@@ -152,14 +152,13 @@ def affordable(cost: Price, budget: float) -> tuple[int, float]:
 
     steps = 1
     spent = of_step(0)
-    # Else the loop below would hardly end.
-    if budget > MOST * spent:
-        refuse(
-            "E-RANGE",
-            f"budget is {budget}, it buys more than {MOST:,} steps of {spent}",
-        )
     # A step brings the sum nearer to the budget if at least half of it fits.
     while spent + of_step(steps) / 2 <= budget:
         spent += of_step(steps)
         steps += 1
+        # By the mean of some steps, at the latest of `MOST`: to count them all takes long.
+        mean = spent / steps
+        if steps >= LOOKED_AT and budget > MOST * mean:
+            bought = f"it buys more than {MOST:,} steps of {mean}"
+            refuse("E-RANGE", f"budget is {budget}, {bought}")
     return steps, spent

@@ -179,7 +179,7 @@ class Store:
             # First: the steps of another run say nothing about our marks.
             place = self.folder / f"step-{newest}" / FACTS
             with storage.formed(place):
-                kept = storage.read_json(place)["settings"]
+                kept = dict(storage.read_json(place)["settings"])
             self._refuse_other(kept)
         check_marks(self.marks - {*steps}, newest, total)
         for mark in sorted(self.marks):

@@ -26,6 +26,7 @@ from moebook.models.anatomy import longest
 from moebook.models.conventions import check
 from moebook.nn import evaluating, plain
 from moebook.nn.batch import vocabulary
+from moebook.nn.passes import modes_kept
 from moebook.settings import Count, Place, checked
 from moebook.training import checkpoints, processes
 from moebook.training.batches import Batches
@@ -59,7 +60,7 @@ def fit(
 
     Rows, dropout and noise depend on seed and step alone: torch's generators are seeded anew at
     each step. So two runs are equal bit for bit (at one number of threads), also when one was
-    interrupted and goes on. Random states and training mode stay as they were.
+    interrupted and goes on. Random states and each module's mode stay as they were.
 
     Under ``accelerate launch`` every process trains on its part of every batch, data parallel or by
     FSDP2 (``shards``, which `training` sets there); all share the folder of checkpoints. Loss and
@@ -101,7 +102,7 @@ def fit(
     device = next(model.parameters()).device
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=plan.bf16)
 
-    with _undisturbed(model, device), ExitStack() as cleanup:
+    with _undisturbed(model), ExitStack() as cleanup:
         with autocast():
             check(model, loss=True)
         marks = _marks(milestones)
@@ -211,15 +212,10 @@ def fit(
 
 
 @contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put random states and training mode back after the block, in which the loss is `plain`."""
-    mode = model.training
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            with plain(model):
-                yield
-        finally:
-            model.train(mode)
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put random states and modules' modes back after the block, in which the loss is `plain`."""
+    with runtime.random_states_kept(), modes_kept(model), plain(model):
+        yield
 
 
 def _marks(milestones: Milestones) -> frozenset[int]:
@@ -295,7 +291,7 @@ def _measure(
             continue
         processes.gather(model, trained)
         # Whether the steps before it were done just now, in training mode, or not.
-        with torch.random.fork_rng(), evaluating(model):
+        with runtime.random_states_kept(), evaluating(model):
             torch.manual_seed(step)
             measured[step] = measure(model)
         processes.release(model, trained)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from moebook.training.recipe import Recipe
 
 # In what torch says of a broken connection.
 LOST = re.compile("gloo|NCCL", re.IGNORECASE)
+# By which accelerate knows how many processes there are.
+SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def join(model: nn.Module, recipe: Recipe, shards: Any) -> tuple[Accelerator, Any]:
@@ -27,9 +30,10 @@ def join(model: nn.Module, recipe: Recipe, shards: Any) -> tuple[Accelerator, An
     AcceleratorState._reset_state(reset_partial_state=True)
     on_cpu = next(model.parameters()).device.type == "cpu"
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
-    accelerator = Accelerator(
-        cpu=on_cpu, mixed_precision="no", kwargs_handlers=[unused]
-    )
+    with _alone_if_one():
+        accelerator = Accelerator(
+            cpu=on_cpu, mixed_precision="no", kwargs_handlers=[unused]
+        )
 
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and not shards:
         late = "ACCELERATE_USE_FSDP was set too late"
@@ -53,6 +57,22 @@ def join(model: nn.Module, recipe: Recipe, shards: Any) -> tuple[Accelerator, An
             f"{type(model).__name__} averages its loss: one process, one part",
         )
     return accelerator, shards
+
+
+@contextmanager
+def _alone_if_one() -> Iterator[None]:
+    """Hide from accelerate how many processes a cluster has, where `runtime` says we are one.
+
+    Without ``LOCAL_RANK`` such a number starts nothing, but on a CPU accelerate would wait for the
+    others.
+    """
+    alone = runtime.processes()[1] == 1 and "LOCAL_RANK" not in os.environ
+    hidden = [name for name in SIZES if alone and name in os.environ]
+    values = {name: os.environ.pop(name) for name in hidden}
+    try:
+        yield
+    finally:
+        os.environ.update(values)
 
 
 @contextmanager

@@ -22,11 +22,12 @@ import torch
 from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from moebook import settings as ours
 from moebook.errors import Refusal
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 KINDS = {kind.__name__: kind for kind in (ours.settings, ours.record, ours.checked)}
@@ -291,3 +292,53 @@ def test_only_fitting_values_or_one_line_come_out(place, times, figures):
                 assert ours.restored(target, again, "here") == value
 
     holds()
+
+
+class Answer(BaseModel):
+    """What a user's own function may check by pydantic."""
+
+    grade: int
+
+
+@ours.checked
+def called(act: Callable[[], Any], times: int = 1) -> Any:
+    return act()
+
+
+@ours.settings
+class Chosen:
+    """Settings that hold a tuple."""
+
+    layers: tuple[int, ...] = ()
+
+
+@ours.record
+class Kept:
+    """A record, whose fields are positional too."""
+
+    first: int = 0
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "words"),
+    [
+        (called, (int, 1, "x"), "'x' is one .* without a name; .* are act, times"),
+        (Chosen, ((1,),), r"\(1,\) is one .* without a name; the names are layers"),
+        (Kept, (1, 2), "2 is one value too many without a name; the names are first"),
+    ],
+)
+def test_values_too_many_without_a_name_are_refused(call, given, words):
+    refused(f"E-TYPE: {words}", call, *given)
+
+
+def test_what_a_users_function_raises_inside_a_call_stays_what_it_is():
+    with pytest.raises(ValidationError, match="1 validation error for Answer"):
+        called(lambda: Answer(grade="good"))
+    refused("E-TYPE: times is 'x', expected a valid integer", called, int, times="x")
+    # Also where it is refused in the name of a function or class of ours.
+    refused("E-TYPE: first is 'x'", called, lambda: Kept("x"))
+
+
+@pytest.mark.parametrize("layers", [(2**20000,), (1, -(2**1024))])
+def test_a_number_beyond_all_floats_within_a_tuple_is_refused(layers):
+    refused("E-RANGE: layers has a number of .* bits", Chosen, layers=layers)

@@ -15,10 +15,10 @@ from moebook import models
 from moebook.analysis.routers import reach
 from moebook.errors import Refusal
 from moebook.methods import pesc, upcycling
-from moebook.methods.upcycling import exporting
+from moebook.methods.upcycling import exporting, measure
 from moebook.methods.upcycling.config import MAIN
 from moebook.methods.upcycling.starts import Start
-from moebook.models import checkpoint
+from moebook.models import checkpoint, skeleton
 from moebook.models.anatomy import anatomy
 from moebook.nn import routers
 from moebook.training import fit
@@ -244,6 +244,39 @@ def test_noise_is_a_share_of_the_dense_deviation_and_differs_by_expert_and_layer
         assert torch.equal(weights(again, name), weights(model, name))
 
 
+def test_noise_repeats_neither_between_seeds_and_layers_nor_the_routers_start(host):
+    dense = host("Llama", hidden_size=64, intermediate_size=96, head_dim=16)
+    drawn = []
+    for seed in (0, 1):
+        model = sparse(copy.deepcopy(dense), noise=0.25, seed=seed)
+        for plain, noisy in zip(
+            anatomy(dense).layers, anatomy(model).layers, strict=True
+        ):
+            # The first rows of expert 0: as many numbers as a router has.
+            moved = noisy.experts.gate_up_proj[0] - torch.cat(
+                [plain.mlp.gate_proj.weight, plain.mlp.up_proj.weight]
+            )
+            drawn += [moved[:4].flatten(), noisy.mlp.router.weight.flatten()]
+    alike = torch.corrcoef(torch.stack(drawn)) - torch.eye(8)
+    assert alike.abs().max() < 0.25  # four deviations of 256 pairs
+
+
+def test_gate_and_up_get_noise_by_a_deviation_of_their_own_and_none_on_meta(host):
+    dense = host("Llama", hidden_size=64, intermediate_size=96, head_dim=16)
+    before = {}
+    for layer in anatomy(dense).layers:
+        layer.mlp.up_proj.weight.data.mul_(0.01)
+        parts = (layer.mlp.gate_proj, layer.mlp.up_proj)
+        before[layer.index] = [part.weight.clone() for part in parts]
+    for layer in anatomy(sparse(dense, noise=0.25)).layers:
+        after = layer.experts.gate_up_proj[0].chunk(2)
+        for old, new in zip(before[layer.index], after, strict=True):
+            share = ((new - old).std() / old.std()).item()
+            assert share == pytest.approx(0.25, rel=0.05)
+    planned = skeleton.skeleton(skeleton.configuration("nano"))
+    assert anatomy(sparse(planned, noise=0.25)).layers[0].kind == "sparse"
+
+
 def test_only_the_chosen_layers_are_upcycled_and_take_their_own_rows_of_the_start(host):
     start = upcycling.su(host(), 3, seed=1)
     model = sparse(host(), start, experts=3, layers=(1,))
@@ -363,6 +396,18 @@ def test_a_norm_behind_the_ffn_takes_the_routers_gradient_until_two_experts_diff
     rest = table.drop("llama")
     assert len(rest) == 5
     assert rest[["k1", "k2"]].max(axis=None) < 1e-4 < rest.k2_noise.min()
+
+
+def test_random_states_of_gpus_come_back_from_what_is_measured_behind_norms(
+    monkeypatch,
+):
+    states = []
+    monkeypatch.setattr(measure, "FAMILIES", ("llama",))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_rng_state", lambda gpu: f"of {gpu}")
+    monkeypatch.setattr("torch.cuda.set_rng_state", lambda *given: states.append(given))
+    upcycling.behind_norms()
+    assert states == [("of 0", 0), ("of 1", 1)]
 
 
 def test_step_zero_measures_loss_and_gradient_of_each_rule_and_leaves_the_model(

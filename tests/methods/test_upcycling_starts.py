@@ -58,8 +58,8 @@ class Letters:
     bos_token_id = 0
     eos_token_id = 1
 
-    def __call__(self, texts, *, max_length, **_):
-        return {"input_ids": [numbers(text)[:max_length] for text in texts]}
+    def __call__(self, texts, **_):
+        return {"input_ids": [numbers(text) for text in texts]}
 
 
 @torch.no_grad()
@@ -440,6 +440,34 @@ def test_special_tokens_that_a_tokenizer_adds_are_not_in_a_prompts_start():
     )
 
 
+def test_a_tokenizer_that_truncates_on_the_left_keeps_bos(monkeypatch):
+    _, tokenizer = models.load("nano")
+    prompt = "one two three four five six seven"
+    by_side = {}
+    for side in ("right", "left"):
+        tokenizer.truncation_side = side
+        by_side[side] = starts._as_mergekit(tokenizer, [prompt], 5, "a")["input_ids"]
+    assert by_side["left"][0, 0] == tokenizer.bos_token_id
+    assert torch.equal(by_side["left"], by_side["right"])
+
+
+def test_experts_whose_tasks_have_the_same_joined_name_stay_two(host):
+    names = ["+a", "+a!", "+a+", "a!"]
+    assert "+".join(sorted(names)[:2]) == "+".join(sorted(names)[2:])
+    rows = [{"task": name, "prompt": "ab"} for name in names]
+    assert prompts(host(), rows, 2).weights.shape[1] == 2
+
+
+def test_factors_that_fit_another_length_are_refused(host):
+    text = {"a": [{"input_ids": torch.randint(3, 48, (8, 16))}]}
+    inputs = upcycling.collect(host(), text, tensor="ffn_input")
+    start = upcycling.levelled(upcycling.su(host(), 4, kind="wide"), inputs, 1)
+    assert upcycling.scaled(start, "raw") is start
+    for scale in ("unit", "matched"):
+        words = "E-DATA: scaled: the start has factors, .*; scale first, then levelled"
+        refused(words, upcycling.scaled, start, scale, inputs=inputs)
+
+
 def test_matched_starts_give_logits_of_deviation_1_and_unit_ones_rows_of_length_1(host):
     model = host()
     text = {"a": [{"input_ids": torch.randint(3, 48, (8, 16))}]}
@@ -509,6 +537,13 @@ def matched(model, inputs, scale="matched"):
         ("E-DATA: no task 'law'", FEW.only, ("law",)),
         ("E-CHOICE: mode is 'hiden'", prompts, (ROWS, 2, "hiden")),
         ("E-DATA: 3 tasks cannot be dealt out to 4 experts", prompts, (ROWS, 4)),
+        ("E-RANGE: experts is 0, expected a number greater", prompts, (ROWS, 0)),
+        ("E-DATA: 0 tasks .* 2 experts: .* or rows of more tasks", prompts, ([], 2)),
+        (
+            "E-DATA: .* no tokens within max_length 1, BOS included",
+            functools.partial(upcycling.prompted, max_length=1),
+            (Letters(), ROWS, 2),
+        ),
         ("E-DATA: the prompts of task d hold no tokens", prompts, (EMPTY, 2)),
         ("E-MODEL: the tokenizer has neither BOS nor EOS", unpadded, ()),
         ("E-CHOICE: scale is 'matchd'", matched, (None, "matchd")),

@@ -7,6 +7,7 @@ values, and the public configurations that we ship.
 import copy
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,6 +135,21 @@ VALUES = [
         "E-RANGE: .*theta",
     ),
     (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": math.inf}},
+        "E-RANGE: .*rope_theta is inf, expected a finite number, 1e-09 or more",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0, NAN]}},
+        "E-NONFINITE: .*config.json: long_factor is NaN",
+    ),
+    (
+        "llama",
+        {"attention_dropout": [0.1, {"__float__": "Infinity"}]},
+        "E-RANGE: .*attention_dropout is inf, expected 0 to 1",
+    ),
+    (
         "gemma3",
         {"text_config": {"attention_dropout": 3}},
         "E-RANGE: .*attention_dropout is 3",
@@ -191,6 +207,10 @@ QUANTISED = [
     (
         {"load_in_8bit": True},
         "quantised by bitsandbytes_8bit, the files hold plain ones",
+    ),
+    (
+        {"load_in_8bit": True, "load_in_4bit": True},
+        "quantised by bitsandbytes_4bit, the files hold plain ones",
     ),
     (
         {"quant_method": "gptq", "bits": 4},
@@ -384,6 +404,28 @@ def test_what_computes_no_numbers_or_nothing_is_refused(
     refused(
         "E-MODEL: LlamaModel gives no logits", InMemory, tiny().model, byte_tokenizer, 2
     )
+
+
+class Odd(torch.nn.Module):
+    """A module whose forward pass is a given function."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(40, 8)
+        self.act = act
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, **_):
+        return SimpleNamespace(logits=self.act())
+
+
+def test_memory_that_runs_out_on_a_cpu_is_no_fault_of_the_model():
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        check(Odd(lambda: torch.empty(2**50)))
+    words = r"E-MODEL: Odd gives logits \(\), expected \[N, T, V\]; take a model with"
+    refused(words, check, Odd(lambda: torch.zeros(())))
 
 
 def test_ends_are_those_of_tokenizer_and_generation_config(tiny, byte_tokenizer, saved):

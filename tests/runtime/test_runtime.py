@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import mmap
+import os
 import random
 import sys
 import time
@@ -84,6 +85,9 @@ def test_the_environment_is_plain_json_without_host_or_paths():
     assert found["versions"]["torch"] in (release, torch.__version__)
     assert found["threads"] == torch.get_num_threads()
     assert "/" not in json.dumps(found)
+    if sys.platform == "linux":
+        pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        assert found["memory"] == pages
 
 
 @pytest.mark.parametrize(
@@ -115,6 +119,44 @@ def test_progress_is_shown_where_someone_watches(
     screen.isatty = lambda: terminal
     assert list(runtime.progress(range(3), "steps")) == [0, 1, 2]
     assert ("steps" in screen.getvalue()) == shown
+
+
+def test_a_program_without_a_console_has_no_progress_bar(monkeypatch):
+    monkeypatch.setattr("IPython.get_ipython", lambda: None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert list(runtime.progress(range(3), "steps")) == [0, 1, 2]
+
+
+def test_random_states_come_back_on_all_gpus(monkeypatch):
+    states = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_rng_state", lambda gpu: f"of {gpu}")
+    monkeypatch.setattr("torch.cuda.set_rng_state", lambda *given: states.append(given))
+    before = torch.get_rng_state()
+    with runtime.random_states_kept():
+        torch.manual_seed(5)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert states == [("of 0", 0), ("of 1", 1)]
+
+
+@pytest.mark.parametrize(
+    ("local", "rank", "world"),
+    [
+        ("0", "5", "2"),
+        ("0", "2", "2"),
+        ("0", "-1", "2"),
+        ("-1", "0", "1"),
+        ("0", "0", "0"),
+        ("", "0", "2"),
+        ("x", "0", "2"),
+    ],
+)
+def test_a_place_that_is_none_is_refused(local, rank, world, monkeypatch):
+    given = {"LOCAL_RANK": local, "RANK": rank, "WORLD_SIZE": world}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    words = f"E-USAGE: LOCAL_RANK={local}, RANK={rank}, WORLD_SIZE={world} is no place"
+    refused(words, runtime.processes)
 
 
 def test_a_process_launched_with_others_has_a_number_and_a_gpu_of_its_own(monkeypatch):

@@ -162,6 +162,23 @@ def test_the_nearest_number_of_steps_is_bought(amount, steps):
     assert budget.affordable(lambda step: 10.0, amount) == (steps, 10.0 * steps)
 
 
+def test_the_limit_of_steps_is_judged_by_more_than_the_first(monkeypatch):
+    monkeypatch.setattr(budget, "MOST", 1000)
+    rising = budget.affordable(lambda step: 1.0 if step == 0 else 500.0, 2501.0)
+    assert rising == (6, 2501.0)
+    for cost in (lambda step: 10.0, lambda step: 1e6 if step == 0 else 1e-9):
+        words = "E-RANGE: budget is 2000000.0, it buys more than 1,000 steps of"
+        refused(words, budget.affordable, cost, 2e6)
+
+
+def test_what_is_measured_leaves_each_module_its_own_mode(dense):
+    model = deepcopy(dense.base).eval()
+    model.model.layers[0].mlp.train()
+    modes = [module.training for module in model.modules()]
+    budget.measured(model, [dense.batches(dense.encoded)[0]], None)
+    assert [module.training for module in model.modules()] == modes
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

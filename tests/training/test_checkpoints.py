@@ -345,7 +345,7 @@ def test_a_run_without_room_for_checkpoints_is_trained_to_the_end(
 @pytest.mark.parametrize(
     "name, change, words",
     [
-        ("facts.json", {"settings": 3}, "E-TYPE: .*settings is 3"),
+        ("facts.json", {"settings": 3}, "E-FORMAT: .*facts.json does not hold"),
         (
             "facts.json",
             {"history": {"step": [1, 2, 3, "4"]}},

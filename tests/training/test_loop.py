@@ -4,6 +4,7 @@ Its batches are a function of seed and step, cover every row, and cost little pa
 """
 
 import math
+import os
 import random
 from itertools import chain
 from types import SimpleNamespace
@@ -311,6 +312,32 @@ def test_a_module_without_configuration_and_vocabulary_trains(rows):
     assert other < one
 
 
+def test_each_module_has_its_own_mode_back_and_each_gpu_its_random_state(
+    tiny, rows, monkeypatch
+):
+    model = tiny()
+    model.model.layers[0].mlp.train()
+    modes = [module.training for module in model.modules()]
+    states = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_rng_state", lambda gpu: f"of {gpu}")
+    monkeypatch.setattr("torch.cuda.set_rng_state", lambda *given: states.append(given))
+    fit(model, rows(), steps=1, batch=4, pad_id=2)
+    assert [module.training for module in model.modules()] == modes
+    assert states == [("of 0", 0), ("of 1", 1)]
+
+
+def test_what_a_cluster_says_of_its_size_starts_nothing(tiny, rows, monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, value in {"WORLD_SIZE": "2", "PMI_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    history = fit(tiny(), rows(), steps=1, batch=4, pad_id=2)
+    assert history.step == [1]
+    assert not torch.distributed.is_initialized()
+    assert (os.environ["WORLD_SIZE"], os.environ["PMI_SIZE"]) == ("2", "2")
+    assert "LOCAL_RANK" not in os.environ
+
+
 def noisy(model):
     """Measure in a way that runs the model in both modes and draws random numbers."""
     model.train()
@@ -352,7 +379,7 @@ def test_a_resumed_run_is_measured_at_the_steps_of_the_whole_run(
     ):
         fit(lora(), rows(), **settings, **folder, milestones=at(2, 8))
     # Of another run that is told, and not which steps it has.
-    with pytest.raises(Refusal, match="E-CONFIGDIFF: .*seed 3 -> 4"):
+    with pytest.raises(Refusal, match=r"E-CONFIGDIFF: .*seed 3 -> 4"):
         other = settings | {"seed": 4}
         fit(lora(), rows(), **other, **folder, milestones=at(2, 8))
     # It goes on from step 6; then the run is finished already.

@@ -6,6 +6,7 @@ makes them anywhere; ``catalogue.yaml`` lists their sets and the paper's 38.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -90,7 +91,7 @@ def load(
     A folder that is missing or empty gets those that `make` trains. One process does that while
     others wait, beside the folder, which appears when all are there.
     """
-    target = Path(folder or FOLDER)
+    target = Path(os.path.expanduser(folder or FOLDER))
     if vacant(target):
         with locked(target.with_name(f".{target.name}.lock"), wait=True):
             # Looked at again: whoever held the lock may have made it.

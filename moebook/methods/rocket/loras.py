@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -331,9 +332,8 @@ def _adding(down: Tensor, up: Tensor) -> Callable[..., Tensor]:
 
 def folders(folder: str | Path) -> list[Path]:
     """Return the PEFT folders of a folder, sorted by name."""
-    paths = sorted(
-        path.parent for path in checkpoint.place(folder).glob(f"[!.]*/{SETTINGS}")
-    )
+    place = checkpoint.place(os.path.expanduser(folder))
+    paths = sorted(path.parent for path in place.glob(f"[!.]*/{SETTINGS}"))
     return paths or refuse(
         "E-BANK", f"{folder} holds no LoRA; expected folders with {SETTINGS}"
     )

@@ -141,15 +141,31 @@ def write_rationales(
 
 
 def _chat_ids(request: str, tokenizer: Any) -> list[int]:
+    """Tokenize a request to a chat model, as its tokenizer's template writes one."""
     if getattr(tokenizer, "chat_template", None):
-        messages = [{"role": "user", "content": request}]
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        text = _templated(request, tokenizer)
         return list(tokenizer.encode(text, add_special_tokens=False))
     text, _ = camel(request, "")
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     return [*start, *tokenizer.encode(text, add_special_tokens=False)]
+
+
+def _templated(request: str, tokenizer: Any) -> str:
+    """Write a request by the tokenizer's chat template; one that cannot is refused (E-MODEL)."""
+    template = "the tokenizer's chat template"
+    fix = "take another model, or tokenizer.chat_template = None for PESC's form"
+    messages = [{"role": "user", "content": request}]
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template is a program: whatever it raises
+        told = f"{type(error).__name__}: {error!s:.200}"
+        refuse("E-MODEL", f"{template} fails on a request ({told}); {fix}")
+    # Some trim it. Those that expect a list of parts find none in a text.
+    if request.strip() not in text:
+        refuse("E-MODEL", f"{template} leaves out what is asked; {fix}")
+    return str(text)
 
 
 def generate(

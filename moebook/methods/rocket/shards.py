@@ -97,6 +97,8 @@ def choose(
     found where it cannot be read or its pages have checksums (pyarrow's ``write_page_checksum``).
     """
     shapes("choose", {"shots": (shots, "K D")}, empty="")
+    # As torch takes them: a view from back to front or foreign bytes it does not.
+    shots = np.require(shots, shots.dtype.newbyteorder("="), ["C", "W"])
     budget = config.budget * (REPR_POOL if config.duplicates == "repr" else 1)
     files = _listed(Path(folder))
     about = (shots.tobytes(), str(shots.dtype), config, encoder, prompt, seed)
@@ -254,10 +256,7 @@ def _blocks(
 ) -> Iterator[Array]:
     """Yield a shard's embeddings, some rows at a time."""
     wanted = TEXTS if reader else (EMBEDDING,)
-    lack = [name for name in wanted if name not in file.schema_arrow.names]
-    if lack:
-        expected = "expected embedding, or, with an encoder, prompt and answer"
-        refuse("E-SHARD", f"has no column '{lack[0]}'; {expected}")
+    _check_columns(file.schema_arrow, wanted)
     for batch in file.iter_batches(batch_size=BLOCK, columns=list(wanted)):
         if any(column.null_count for column in batch.columns):
             refuse("E-SHARD", f"a row has no {' or no '.join(wanted)}")
@@ -269,6 +268,46 @@ def _blocks(
             have = f"embeddings of {lengths[:3]} numbers"
             refuse("E-SHARD", f"{have}, expected {shots.shape[1]} as in the shots")
         yield _vectors(batch, shots)
+
+
+def _check_columns(schema: pa.Schema, wanted: Sequence[str]) -> None:
+    """Refuse a shard without one column of each name: of texts, or of lists of numbers."""
+    for name in wanted:
+        places = schema.get_all_field_indices(name)
+        if not places:
+            expected = "expected embedding, or, with an encoder, prompt and answer"
+            refuse("E-SHARD", f"has no column '{name}'; {expected}")
+        if len(places) > 1:
+            refuse("E-SHARD", f"has {len(places)} columns '{name}', expected one")
+        kind = schema.field(places[0]).type
+        if name == EMBEDDING:
+            fits = _holds_vectors(kind)
+            expected = "lists of numbers"
+        else:
+            fits = _holds_texts(kind)
+            expected = "texts"
+        if not fits:
+            refuse("E-SHARD", f"column '{name}' is {kind!s:.200}, expected {expected}")
+
+
+def _holds_vectors(kind: pa.DataType) -> bool:
+    lists = (
+        pa.types.is_list,
+        pa.types.is_large_list,
+        pa.types.is_fixed_size_list,
+        pa.types.is_list_view,
+        pa.types.is_large_list_view,
+    )
+    if not any(is_one(kind) for is_one in lists):
+        return False
+    numbers = kind.value_type
+    return bool(pa.types.is_floating(numbers) or pa.types.is_integer(numbers))
+
+
+def _holds_texts(kind: pa.DataType) -> bool:
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    bare = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return any(is_one(bare) for is_one in texts)
 
 
 def _vectors(table: pa.Table | pa.RecordBatch, shots: Array) -> Array:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,8 @@ from moebook.models import checkpoint
 from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers, graft, normed
 from moebook.nn import balance
 from moebook.settings import settings
+
+NOISE = 2**32  # in the noise's seed: no seed, no layer and no process has this number
 
 
 @settings
@@ -135,8 +138,7 @@ def _install(
     def build(layer: Layer, router: mnn.Router) -> nn.Module:
         experts = mnn.Experts(layer.mlp, config.experts)
         if config.noise:
-            # A seed a layer: layers of one shape would else get the same noise.
-            _disturb(experts, config.noise, config.seed + layer.index)
+            _disturb(experts, config.noise, config.seed, layer.index)
         with torch.no_grad():
             if factors is not None:
                 # Eq. 2 times the layer's factor: the last product is linear, so it can
@@ -152,11 +154,20 @@ def _install(
 
 
 @torch.no_grad()
-def _disturb(experts: mnn.Experts, noise: float, seed: int) -> None:
-    """Add Gaussian noise, drawn on the CPU, of ``noise`` times each dense tensor's deviation."""
-    generator = torch.Generator().manual_seed(seed)
-    # [E, 2F, D] and [E, D, F]: each expert gets a draw of its own.
-    for weight in (experts.gate_up_proj, experts.down_proj):
+def _disturb(experts: mnn.Experts, noise: float, seed: int, layer: int) -> None:
+    """Add Gaussian noise, drawn on the CPU, of ``noise`` times each dense tensor's deviation.
+
+    On meta, where nothing has a deviation, none is added.
+    """
+    if experts.down_proj.is_meta:
+        return
+    # Mixed: by seed + layer, layer 1 of seed 0 would get what layer 0 of seed 1 gets;
+    # and by the seed alone layer 0 would get what its router starts from (`su`).
+    mixed = np.random.SeedSequence([seed, layer, NOISE]).generate_state(1)[0]
+    generator = torch.Generator().manual_seed(int(mixed))
+    gate, up = experts.gate_up_proj.chunk(2, dim=1)  # [E, F, D]
+    # Each expert gets a draw of its own.
+    for weight in (gate, up, experts.down_proj):
         drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
         deviation = weight[0].float().std().item()  # all experts are still copies
         weight.add_((drawn * (noise * deviation)).to(weight))

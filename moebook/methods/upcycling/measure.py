@@ -23,6 +23,7 @@ from moebook.methods.upcycling.config import Config, Rule
 from moebook.methods.upcycling.starts import Start
 from moebook.nn import evaluating
 from moebook.nn.batch import check_batch
+from moebook.runtime import random_states_kept
 from moebook.settings import checked
 
 FAMILIES = ("llama", "gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4")
@@ -89,7 +90,7 @@ def behind_norms() -> pd.DataFrame:
     batch = {"input_ids": ids, "labels": ids}
     lines = {}
     # W-ROUTER would say beforehand what is measured here.
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+    with random_states_kept(), warnings.catch_warnings(action="ignore"):
         for family in FAMILIES:
             torch.manual_seed(0)
             dense = AutoModelForCausalLM.from_config(

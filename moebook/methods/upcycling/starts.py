@@ -122,15 +122,16 @@ def prompted(
     model: nn.Module,
     tokenizer: Any,
     rows: Sequence[Mapping[str, Any]],
-    experts: int,
+    experts: Size,
     *,
     mode: Mode = "hidden",
     max_length: Size = 160,
 ) -> Start:
     """Start each expert at a vector of length 1 from its prompts, as mergekit's gate modes do.
 
-    The tasks of ``rows`` (each with ``task`` and ``prompt``) are dealt out evenly by name, with
-    `PROMPTS` at most per expert. ``"hidden"`` is the mean over prompts of each decoder layer's
+    The tasks of ``rows`` (each with ``task`` and ``prompt``) are dealt out evenly by name. Of its
+    tasks' rows an expert takes the first `PROMPTS`, in their order: shuffle them, or of several
+    tasks it may see the first alone. ``"hidden"`` is the mean over prompts of each decoder layer's
     input at the last token, ``"hidden_avg"`` at all columns, padding averaged in. ``"cheap_embed"``
     sums embeddings. Prompts have mergekit's tokens (see `_as_mergekit`), but end at ``max_length``.
     """
@@ -139,17 +140,16 @@ def prompted(
         for number, row in enumerate(rows)
     ]
     tasks = sorted({task for task, _ in given})
-    if not 1 <= experts <= len(tasks):
-        refuse(
-            "E-DATA",
-            f"{len(tasks)} tasks cannot be dealt out to {experts} experts: take fewer",
-        )
+    if experts > len(tasks):
+        have = f"{len(tasks)} tasks cannot be dealt out to {experts} experts"
+        refuse("E-DATA", f"{have}: take fewer experts, or rows of more tasks")
     batches = {}
     for part in np.array_split(tasks, experts):
         name = "+".join(part)
         prompts = [prompt for task, prompt in given if task in part][:PROMPTS]
-        # One batch an expert: `hidden_avg` averages its padding in.
-        batches[name] = [_as_mergekit(tokenizer, prompts, max_length, name)]
+        # One batch an expert: `hidden_avg` averages its padding in. Its first task tells
+        # it from the others: joined, the names of two could be the same.
+        batches[str(part[0])] = [_as_mergekit(tokenizer, prompts, max_length, name)]
     if mode == "cheap_embed":
         return _embedded(model, [batch for [batch] in batches.values()])
     tokens: Tokens = "last" if mode == "hidden" else "mean"
@@ -167,15 +167,14 @@ def _as_mergekit(
     stands on the left and is BOS too, or EOS without one; ``hidden_avg`` averages it in.
     """
     begin = tokenizer.bos_token or ""
-    rows = tokenizer(
-        [begin + prompt for prompt in prompts],
-        add_special_tokens=False,
-        truncation=True,
-        max_length=max_length,
-    )["input_ids"]
+    texts = [begin + prompt for prompt in prompts]
+    whole = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    # Not by the tokenizer: one that truncates on the left would take BOS away.
+    rows = [row[:max_length] for row in whole]
     # BOS alone is none of a prompt's tokens.
     if max(map(len, rows)) <= bool(begin):
-        refuse("E-DATA", f"the prompts of task {name} hold no tokens")
+        where = f"within max_length {max_length}, BOS included"
+        refuse("E-DATA", f"the prompts of task {name} hold no tokens {where}")
     fill = tokenizer.bos_token_id
     if fill is None:
         fill = tokenizer.eos_token_id
@@ -215,6 +214,9 @@ def scaled(
     """
     if scale == "raw":
         return start
+    if start.factors is not None:
+        have = "the start has factors, which are of its length now"
+        refuse("E-DATA", f"scaled: {have}; scale first, then levelled")
     if scale == "unit":
         return replace(start, weights=_unit(start.weights))
     if inputs is None or inputs.tensor != "ffn_input":

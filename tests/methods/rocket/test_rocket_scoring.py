@@ -2,6 +2,7 @@
 
 import json
 import math
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,7 @@ from moebook.errors import Refusal
 from moebook.kernels import matmul
 from moebook.methods.rocket import loras
 from moebook.methods.rocket import score as scoring
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -298,3 +300,40 @@ def test_shots_are_drawn_and_rationales_written_by_figure_3(
     monkeypatch.setattr(scoring, "generate", lambda m, t, c, limit: [" "] * len(c))
     with pytest.raises(Refusal, match="E-DATA: row 0: the model wrote no rationale"):
         scoring.write_rationales(shots, model, tokenizer)
+
+
+PARTS = (
+    "{% for m in messages %}{% for part in m['content'] %}"
+    "{{ part['text'] }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (PARTS, "leaves out what is asked"),
+        ("{% if false %}{% endif %}", "leaves out what is asked"),
+        (
+            "{{ raise_exception('no\\nuser') }}",
+            "fails on a request .TemplateError: no user",
+        ),
+        ("{% for m in %}", "fails on a request .TemplateSyntaxError: "),
+        ("{{ messages[1]['content'] }}", "fails on a request .UndefinedError: "),
+        ({"rag": "x", "tool_use": "y"}, "fails on a request .ValueError: "),
+    ],
+)
+def test_a_chat_template_that_does_not_ask_is_refused(
+    template, words, model, shots, byte_tokenizer
+):
+    tokenizer = deepcopy(byte_tokenizer)
+    tokenizer.chat_template = template
+    refused(
+        f"E-MODEL: the tokenizer's chat template {words}.*; take another model, or",
+        scoring.write_rationales,
+        shots,
+        model,
+        tokenizer,
+    )
+    tokenizer.chat_template = "{{ messages[0]['content'] | trim }}"
+    asked = scoring._chat_ids(" What? ", tokenizer)
+    assert tokenizer.decode(asked) == "What?"

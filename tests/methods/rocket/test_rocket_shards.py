@@ -245,7 +245,21 @@ def test_shards_that_hold_no_embeddings_as_the_shots_are_refused(tmp_path):
             "null",
             {"embedding": [[1.0] * 4, None]},
         ),
-        (r"E-SHARD: \S+x.parquet is damaged", "text", {"embedding": ["one"]}),
+        (
+            r"E-SHARD: \S+x.parquet: column 'embedding' is string, expected lists of",
+            "text",
+            {"embedding": ["one"]},
+        ),
+        (
+            r"E-SHARD: \S+x.parquet: column 'embedding' is list<element: string>",
+            "words",
+            {"embedding": [["1.5"] * 4]},
+        ),
+        (
+            r"E-SHARD: \S+x.parquet: column 'embedding' is struct<",
+            "struct",
+            {"embedding": [{"values": [1.0] * 4}]},
+        ),
         (
             r"E-NONFINITE: \S+x.parquet: row 3 of the pool",
             "nan",
@@ -280,6 +294,46 @@ def test_shards_that_hold_no_embeddings_as_the_shots_are_refused(tmp_path):
         CONFIG,
         tmp_path / "to",
     )
+
+
+@pytest.mark.parametrize(
+    ("names", "columns", "words"),
+    [
+        (["embedding"] * 2, [[[1.0] * 4]] * 2, "has 2 columns 'embedding', expected"),
+        (["prompt", "prompt", "answer"], [["a"]] * 3, "has 2 columns 'prompt'"),
+        (["prompt", "answer"], [["a"], [1]], "column 'answer' is int64, expected text"),
+        (["prompt", "answer"], [[b"a"], ["b"]], "column 'prompt' is binary"),
+        (
+            ["prompt", "answer"],
+            [[[{"role": "user", "content": "a"}]], ["b"]],
+            "column 'prompt' is list<",
+        ),
+    ],
+)
+def test_columns_that_are_not_what_is_read_are_refused(
+    names, columns, words, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(augment, "encoder", Mock())
+    (tmp_path / "open").mkdir()
+    table = pa.Table.from_arrays([pa.array(column) for column in columns], names=names)
+    pq.write_table(table, tmp_path / "open" / "x.parquet")
+    how = {} if "embedding" in names else {"encoder": "any"}
+    call = (drawn(0, 6), tmp_path / "open", CONFIG, tmp_path / "to")
+    refused(rf"E-SHARD: \S+x.parquet: {words}", shards.choose, *call, **how)
+
+
+@pytest.mark.parametrize("sampler", ["maximum", "kde"])
+def test_shots_back_to_front_or_of_foreign_bytes_are_shots_too(sampler, tmp_path):
+    shots = drawn(0, 6)
+    write(tmp_path / "open", [drawn(1, 40)])
+    config = replace(CONFIG, sampler=sampler, budget=5)
+    wanted = shards.choose(shots, tmp_path / "open", config, tmp_path / "to")
+    fixed = np.frombuffer(shots.tobytes(), np.float32).reshape(shots.shape)
+    backwards = np.ascontiguousarray(shots[::-1])[::-1]
+    for given in (backwards, shots.astype(">f4"), fixed):
+        same(
+            shards.choose(given, tmp_path / "open", config, tmp_path / "again"), wanted
+        )
 
 
 @pytest.fixture
