@@ -481,9 +481,11 @@ def evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
-@command(option("notebook", nargs="?", help="short name, or bench; all by default"))
+@command(
+    option("notebook", nargs="?", help="short name, bench, or banks; all by default"),
+)
 def verify(options: argparse.Namespace) -> int:
-    """Check the hashes and values of all runs; exit with 1 on a mismatch."""
+    """Check all runs, and the LoRAs that banks hold now, by their hashes; exit 1 on a mismatch."""
     from moebook import storage
     from moebook.lab.run.verifying import verify as findings_of
 

@@ -53,7 +53,7 @@ class _Totals:
 
     tokens: int = 0
     squares: float = 0.0  # of the logits' scale
-    nats: float = 0.0  # entropy of the probabilities
+    nats: float = 0.0  # entropy of the logits' softmax
     slots: Any = 0  # routed slots of each expert, [E]
 
     def add(self, decision: Decision) -> None:
@@ -89,8 +89,9 @@ def statistics(
     Batches hold ``input_ids`` and ``attention_mask`` ``[B, T]``.
 
     Returns:
-        One row a layer, with ``scale`` (see `logit_scale`), ``entropy`` of a token's
-        probabilities over ln E, averaged over tokens (1: undecided, 0: certain),
+        One row a layer, with ``scale`` (see `logit_scale`), ``entropy`` of the softmax
+        of a token's logits over ln E, averaged over tokens (1: undecided, 0: certain;
+        the same where the gates themselves are sigmoids, so that families compare),
         ``load_entropy``, that of the experts' shares of the routed slots over ln E, and
         ``largest``, the largest share.
     """

@@ -118,6 +118,9 @@ def padded(
 
     Both are int64; the mask holds 1 and 0.
     """
+    if fill is None:
+        missing = "nothing to fill short rows up with (fill is None)"
+        refuse("E-TYPE", f"{missing}; give a token, such as tokenizer.eos_token_id")
     if not rows:
         refuse("E-DATA", "no rows to pad; expected at least one")
     tokens = _whole([fill, *chain.from_iterable(rows)])
@@ -132,6 +135,9 @@ def padded(
 
 def _whole(tokens: list[int]) -> Tensor:
     """Return token ids as int64, or refuse what is no whole number of 64 bits."""
+    # Among numbers torch would take True for 1.
+    if bool in set(map(type, tokens)):
+        refuse("E-TYPE", "token ids are torch.bool, expected whole numbers")
     try:
         ids = torch.tensor(tokens)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:

@@ -46,6 +46,7 @@ class Drawn(NamedTuple):
 
     asked: str  # the name asked for
     task: Task
+    split: str
     number: int  # in the draw
     item: Item
     row: dict[str, str]
@@ -55,7 +56,8 @@ class Drawn(NamedTuple):
 def load(names: Each[str], data: Place = "") -> dict[str, dict[str, Any]]:
     """Load lm-eval's benchmarks among the names, or refuse before any is run.
 
-    Of embedded tasks nothing is to be loaded; users' files are read, and refused.
+    Of embedded tasks nothing is to be loaded; users' files are read, which refuses bad
+    ones.
     """
     hub.folder(data)
     for name in names:
@@ -73,7 +75,7 @@ def load(names: Each[str], data: Place = "") -> dict[str, dict[str, Any]]:
 def evaluate(
     model: nn.Module,
     tokenizer: Any,
-    tasks: str | Task | Sequence[str | Task],
+    tasks: str | Task | Each[str | Task],
     *,
     limit: Count | None = 200,
     split: str = "test",
@@ -81,7 +83,8 @@ def evaluate(
     chat: bool = False,
     batch_size: Count = 32,
     data: Place = "",
-    **programs: Any,
+    sampling: Any = None,
+    keep: Place = "",
 ) -> pd.DataFrame:
     """Evaluate a model on embedded tasks and lm-eval's benchmarks, by name, or on your own.
 
@@ -97,8 +100,7 @@ def evaluate(
     ``format``. With ``chat`` benchmarks are, too, for a model trained on such rows;
     programs never. ``data`` is a folder of the
     benchmarks' data sets, in whose name ``$NAME`` stands in the environment, or "".
-    ``programs`` are ``sampling`` and ``keep`` of `code.rows`, of HumanEval and MBPP
-    alone.
+    ``sampling`` and ``keep`` are those of `code.rows`, of HumanEval and MBPP alone.
 
     >>> from moebook import models
     >>> table = evaluate(*models.load("nano"), "gcd", limit=2)
@@ -118,6 +120,11 @@ def evaluate(
     names = list(wanted)
     if not names:
         refuse("E-DATA", f"no task to evaluate on; {nearest('', KNOWN)}")
+    programs: dict[str, Any] = {}
+    if sampling is not None:
+        programs["sampling"] = sampling
+    if keep:
+        programs["keep"] = keep
     if programs and not any(name in PROGRAMS for name in names):
         which = " and ".join(PROGRAMS)
         refuse("E-USAGE", f"only {which} sample programs and keep them")
@@ -271,7 +278,7 @@ def _line(gaps: np.ndarray) -> list[float]:
     return [gaps.mean(), low, high, (high - low) / 2]
 
 
-def _by_name(given: Sequence[str | Task]) -> dict[str, Task | None]:
+def _by_name(given: Iterable[str | Task]) -> dict[str, Task | None]:
     """Return tasks by what was asked for; None for a benchmark, which lm-eval finds."""
     wanted: dict[str, Task | None] = {}
     sources: dict[str, str] = {}
@@ -304,7 +311,7 @@ def _asked(
         drawn = task.draw(split, min(limit or available, available))
         for number, (item, row) in enumerate(drawn):
             kind = chosen if item.choices else written
-            kind.append(Drawn(name, task, number, item, row))
+            kind.append(Drawn(name, task, split, number, item, row))
     return _answered(lm, written, format) + _chosen(lm, chosen, format)
 
 
@@ -314,6 +321,7 @@ def _answered(lm: InMemory, drawn: Sequence[Drawn], format: str) -> list[Line]:
         return []
     pairs = lm.pairs([one.row for one in drawn], format)
     limits = [(one.task.max_new_tokens, ()) for one in drawn]
+    chances = {one.asked: one.task.majority(one.split) for one in drawn}
     # All tasks at once: rows of several make fuller batches.
     results = lm.examine(pairs, limits)
     lines = []
@@ -323,7 +331,7 @@ def _answered(lm: InMemory, drawn: Sequence[Drawn], format: str) -> list[Line]:
         correct = int(task.normalise(text) == task.normalise(answer))
         counts = (one.number, correct, -score / len(scored), -score)
         texts = (answer, text)
-        guess = (correct, task.majority, one.asked)
+        guess = (correct, chances[one.asked], one.asked)
         lines.append((task.name, one.row["domain"], *counts, *texts, *guess))
     return lines
 

@@ -23,7 +23,7 @@ from pydantic import Field, SkipValidation
 from sklearn.metrics import roc_auc_score
 
 from moebook.data import tasks
-from moebook.errors import extra, refuse, refuse_unknown
+from moebook.errors import Refusal, extra, refuse, refuse_unknown
 from moebook.runtime import progress
 from moebook.settings import Count, Positive, checked, columns, settings
 from moebook.storage import formed, read_json, text_digest, write
@@ -100,12 +100,13 @@ class Endpoint:
 
 
 class Reply(NamedTuple):
-    """What a judge said, and the tokens that took: none if it was known."""
+    """What a judge said to a question, and what its calls took: none if it was known."""
 
     said: dict[str, Any]
-    asked: bool = False  # else it was known
-    # Read and written; None where the judge did not say.
-    tokens: tuple[int, int] | None = (0, 0)
+    # Of each call that was answered, also without a grade: tokens read and written, or
+    # None where the judge did not say.
+    took: Sequence[tuple[int, int] | None] = ()
+    problem: Refusal | None = None  # why there is no grade
 
 
 @dataclass
@@ -127,12 +128,15 @@ class Judge:
 
     def __str__(self) -> str:
         """Say in a line what was asked and what it took."""
-        calls = f"{self.endpoint.model}: {self.calls} calls"
+        kept = f"replies are kept in {self.folder}"
+        return f"{self.endpoint.model}: {self._spent()}; {kept}"
+
+    def _spent(self) -> str:
+        calls = f"{self.calls} calls"
         if self.uncounted:
             calls += f" ({self.uncounted} without a count of tokens)"
         tokens = "{:,} tokens read, {:,} written".format(*self.tokens)
-        kept = f"replies are kept in {self.folder}"
-        return f"{calls}, {tokens}, cost {self.cost:.4g}; {kept}"
+        return f"{calls}, {tokens}, cost {self.cost:.4g}"
 
     def scores(self, kind: str, rows: Sequence[Row]) -> list[float]:
         """Grade ``answer`` of rows by prompt and reference: mean points, in [0, 1]."""
@@ -187,8 +191,11 @@ class Judge:
             try:
                 for done in progress(as_completed(waiting), "judging", len(waiting)):
                     reply = done.result()
-                    replies[waiting[done]] = reply.said
                     self._count(reply)
+                    if reply.problem:
+                        code, message = reply.problem.code, reply.problem.message
+                        refuse(code, f"{message}; so far {self._spent()}")
+                    replies[waiting[done]] = reply.said
                     self._check_budget(reply, len(replies), len(prompts))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
@@ -197,12 +204,13 @@ class Judge:
 
     def _count(self, reply: Reply) -> None:
         """Add what a reply took."""
-        self.calls += reply.asked
-        if reply.tokens is None:
-            self.uncounted += 1
-        else:
-            read, written = reply.tokens
-            self.tokens = [self.tokens[0] + read, self.tokens[1] + written]
+        self.calls += len(reply.took)
+        for tokens in reply.took:
+            if tokens is None:
+                self.uncounted += 1
+            else:
+                read, written = tokens
+                self.tokens = [self.tokens[0] + read, self.tokens[1] + written]
 
     def _check_budget(self, reply: Reply, known: int, wanted: int) -> None:
         """Refuse to go on beyond the budget, or with one that nobody can hold."""
@@ -210,7 +218,7 @@ class Judge:
         if known == wanted or math.isinf(budget):
             return
         kept = f"{known} of {wanted} replies are kept in {self.folder}"
-        if reply.tokens is None:
+        if None in reply.took:
             lacks = (
                 "a reply does not say how many tokens it took, so no budget can be held"
             )
@@ -234,22 +242,31 @@ class Judge:
             wait=wait_random_exponential(multiplier=0.2, max=20),
             reraise=True,
         )
+        took: list[tuple[int, int] | None] = []
         try:
-            reply = attempts(self._call, prompt, check)
+            said = attempts(self._call, prompt, check, took)
         except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
             where = f"{end.address}, model {end.model}"
             kept = f"replies so far are kept in {self.folder}"
-            refuse("E-JUDGE", f"{where}: {_reason(error)}; {kept}")
+            problem = Refusal("E-JUDGE", f"{where}: {_reason(error)}; {kept}")
+            return Reply({}, took, problem)
         except ValueError as error:
             tried = f"model {end.model} gave no grade in {end.attempts} attempts"
-            refuse("E-JUDGE", f"{tried}: {error}; take another model")
-        write(path, json.dumps(reply.said))
-        return reply
+            problem = Refusal("E-JUDGE", f"{tried}: {error}; take another model")
+            return Reply({}, took, problem)
+        write(path, json.dumps(said))
+        return Reply(said, took)
 
-    def _call(self, prompt: str, check: Callable[[dict[str, Any]], bool]) -> Reply:
-        """Ask once; a reply in which there is no grade is a ValueError."""
+    def _call(
+        self,
+        prompt: str,
+        check: Callable[[dict[str, Any]], bool],
+        took: list[tuple[int, int] | None],
+    ) -> dict[str, Any]:
+        """Ask once, and add what it took; a reply without a grade is a ValueError."""
         answer = asyncio.run(self._post(prompt))
         answer.raise_for_status()
+        took.append(_tokens(answer))
         try:
             content = answer.json()
             text = content["choices"][0]["message"]["content"]
@@ -258,7 +275,7 @@ class Judge:
             raise ValueError(f"it said {answer.text[:200]!r}") from None
         if not isinstance(said, dict) or not check(said):
             raise ValueError(f"it said {text[:200]!r}")
-        return Reply(said, asked=True, tokens=_tokens(content.get("usage")))
+        return said
 
     async def _post(self, prompt: str) -> httpx2.Response:
         """Put a question; TimeoutError where the whole answer is not there in time.
@@ -296,12 +313,14 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _tokens(usage: object) -> tuple[int, int] | None:
-    """The tokens read and written that a reply's usage tells; None if it does not."""
-    if not isinstance(usage, dict):
+def _tokens(answer: httpx2.Response) -> tuple[int, int] | None:
+    """The tokens read and written that an answer's usage tells; None if it does not."""
+    try:
+        usage = answer.json()["usage"]
+        read = usage["prompt_tokens"]
+        written = usage["completion_tokens"]
+    except (KeyError, IndexError, TypeError, ValueError):
         return None
-    read = usage.get("prompt_tokens")
-    written = usage.get("completion_tokens")
     if type(read) is int and type(written) is int and min(read, written) >= 0:
         return read, written
     return None
@@ -319,14 +338,22 @@ def _cut(row: Row) -> Row:
 
 @checked
 def graded(
-    judge: SkipValidation[Judge], table: Annotated[pd.DataFrame, columns("task output")]
+    judge: SkipValidation[Judge],
+    table: Annotated[pd.DataFrame, columns("task answer output")],
 ) -> pd.DataFrame:
-    """Grade what `evaluate` found of embedded tasks: its rows with a ``grade``."""
+    """Grade what `evaluate` found of embedded tasks' test rows: the table with a ``grade``.
+
+    A table of other rows, whose answers belong to other questions, is refused (E-DATA).
+    """
     parts = []
     for name, of_task in table.groupby("task", sort=False):
         refuse_unknown(str(name), KIND_OF, "E-NAME", f"no rubric for task '{name}';")
         asked = []
         rows = tasks.rows(str(name), "test", len(of_task))
+        if [row["answer"] for row in rows] != list(of_task.answer):
+            other = f"the answers of {name} are not those of its first test rows"
+            fix = "give all rows of a table that was evaluated with split='test'"
+            refuse("E-DATA", f"{other}; {fix}")
         for row, output in zip(rows, of_task.output, strict=True):
             question = {"prompt": row["prompt"], "reference": row["answer"]}
             asked.append({**question, "answer": output})

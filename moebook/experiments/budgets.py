@@ -19,6 +19,7 @@ from torch import nn
 
 from moebook import data, evaluation, together, training
 from moebook.data.mixtures import Row
+from moebook.errors import located
 from moebook.experiments import crafts, needs, rates
 from moebook.experiments.arm import Settings, picked
 from moebook.experiments.crafts import Bank
@@ -65,7 +66,10 @@ class Pool:
 
 
 def rows(settings: Settings) -> Pool:
-    """Draw rows; no test or validation prompt is among those that train (E-LEAK)."""
+    """Draw rows; no prompt that tests or validates is among those that train (E-LEAK).
+
+    Nor is one that tests the new task.
+    """
     names = settings["tasks"].split(",")
     split = needs.training_split(settings)
     train = {
@@ -78,6 +82,9 @@ def rows(settings: Settings) -> Pool:
     tested = data.draw(names, settings["test_split"], settings["test_rows"])
     every = [row for part in train.values() for row in part]
     data.refuse_leak(every, tested + valid)
+    few, asked = new_rows(settings)
+    with located("test rows of the new task"):
+        data.refuse_leak([*every, *few], asked)
     return Pool(train, valid, tested)
 
 

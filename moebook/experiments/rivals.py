@@ -25,6 +25,7 @@ OWN = {
     "searches": ("lorahub",),
     "gate_steps": ("phatgoose",),
     "source_rows": ("phatgoose", "pi_tuning"),
+    "top_k": ("rocket",),
 }
 BEYOND = 2  # evaluations above the LoRAs' number that LoRAHub's search takes at least
 
@@ -49,7 +50,11 @@ def idle(settings: Settings, arms: Mapping[str, table.Arm]) -> Idle:
     rivals = {arm.rival for arm in arms.values()}
     for parameters, takers in OWN.items():
         if not rivals & {*takers}:
-            yield parameters, f"{' and '.join(takers)} alone take it"
+            take = "takes" if len(takers) == 1 else "take"
+            yield parameters, f"{' and '.join(takers)} alone {take} it"
+    if not any(arm.rated for arm in arms.values()):
+        recipe = "steps batch schedule accumulate weight_decay rates"
+        yield recipe, "no arm here is tuned"
     if "expert_lora" not in arms:
         yield "whole_rows", "the arm expert_lora alone takes it"
     if not any(arm.changes.get("rate") == settings["rate"] for arm in arms.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +113,7 @@ def idle(settings: Settings, arms: Mapping[str, Arm | None]) -> Idle:
 def makes_bank(settings: Settings) -> bool:
     """Whether the LoRAs of the bank are to be trained, into a folder that is missing or empty."""
     folder = settings["bank_folder"]
-    return bool(folder) and rocket.bank.vacant(Path(folder))
+    return bool(folder) and rocket.bank.vacant(Path(os.path.expanduser(folder)))
 
 
 def of_the_source(settings: Settings) -> Idle:
@@ -197,6 +198,7 @@ def _steps(settings: Settings, arms: Mapping[str, Arm | None]) -> Complaints:
             half = " of perplexity, half of them,"
             yield from needs.more_than_a_step(settings, "steps", of=half, part=2)
         return
+    short: dict[int, list[str]] = {}  # arms of one step, by their rows
     for name, arm in arms.items():
         if name == "expert_lora":
             continue
@@ -207,9 +209,14 @@ def _steps(settings: Settings, arms: Mapping[str, Arm | None]) -> Complaints:
                 rows += arm.config.budget
         steps = settings["epochs"] * math.ceil(rows / settings["batch"])
         if steps == 1:
-            why = f"{name} has at most {rows} rows, so one step, that of the warm-up, at rate 0"
-            remedy = f"take 2 or more, or a batch below {rows}"
-            yield f"epochs = 1 and batch = {settings['batch']}: {why}; {remedy}"
+            short.setdefault(rows, []).append(name)
+    for rows, names in short.items():
+        have = f"{', '.join(names)} {'has' if len(names) == 1 else 'have'}"
+        why = f"{have} at most {rows} rows, so one step, that of the warm-up, at rate 0"
+        remedy = "take 2 epochs or more"
+        if rows > 1:
+            remedy += f", or a batch below {rows}"
+        yield f"epochs = 1 and batch = {settings['batch']}: {why}; {remedy}"
 
 
 def annotated(settings: Settings) -> dict[str, int]:

@@ -52,6 +52,11 @@ def check_batch(
         LABELS: (f"B {length}", "int64"),
     }
     held = {name: batch[name] for name in dims if batch.get(name) is not None}
+    for name, tensor in held.items():
+        if not isinstance(tensor, Tensor):
+            fix = "ask the tokenizer for return_tensors='pt'"
+            have = f"{who}: {name} is a {type(tensor).__name__}, expected a tensor"
+            refuse("E-TYPE", f"{have}; {fix}")
     named = {name: (tensor, *dims[name]) for name, tensor in held.items()}
     shapes(who, named, empty="")
 

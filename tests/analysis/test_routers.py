@@ -423,3 +423,9 @@ def test_counting_changes_neither_gradients_nor_random_numbers():
     step_memory(model, {"input": torch.ones(2, 4)})
     assert torch.equal(torch.rand(3), expected)
     assert model[0].weight.grad is None
+
+
+def test_a_batch_of_lists_is_refused_with_what_to_ask_the_tokenizer(model_of):
+    batch = {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1, 1]]}
+    words = "E-TYPE: observe: input_ids is a list, expected a tensor; ask the tokenizer"
+    refused(words, routers.statistics, model_of("upcycled"), [batch])

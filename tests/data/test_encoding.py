@@ -110,6 +110,18 @@ def test_rows_are_filled_up_on_either_side_and_the_mask_says_what_is_real():
     assert mask.tolist() == [[0, 1, 1], [1, 1, 1]]
 
 
+@pytest.mark.parametrize(
+    ("rows", "fill", "match"),
+    [
+        ([[5, 0], [7]], None, "E-TYPE: nothing to fill .*fill is None.*eos_token_id"),
+        ([[5, True], [7]], 0, "E-TYPE: token ids are torch.bool"),
+        ([[5, 0], [7]], True, "E-TYPE: token ids are torch.bool"),
+    ],
+)
+def test_what_is_no_token_is_not_padded(rows, fill, match):
+    refused(match, data.padded, rows, fill)
+
+
 def test_a_mixture_holds_the_asked_sizes_in_an_order_of_its_seed():
     rows = data.mixture({"gcd": 30, "isa": 20}, "train", 3)
     names = [row["task"] for row in rows]

@@ -312,6 +312,11 @@ FAMILIES = {  # what a family needs beside these, and whether it goes on from a 
         False,
     ),
     "olmo_hybrid": ({"num_hidden_layers": 4, "num_key_value_heads": 4}, False),
+    # Single layers have a state, though the model does not say so.
+    "lfm2": (
+        {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 4},
+        False,
+    ),
     "bloom": ({"n_head": 4}, False),
     "openai-gpt": ({"n_positions": 64}, False),
 }
@@ -714,3 +719,14 @@ def test_a_difference_is_paired_by_item_with_students_interval():
     lines = evaluation.paired(tables, [("one", "paper")], ["nll"])
     assert list(lines.index) == [("one minus paper", "nll (nats)")]
     assert lines.isna().all(axis=None)  # no item has a likelihood in both
+
+
+def test_a_misspelt_setting_is_told_and_tasks_are_any_several(llama, tokenizer):
+    def evaluate(names, **settings):
+        return evaluation.evaluate(llama, tokenizer, names, limit=1, **settings)
+
+    for names in ("gcd", ["gcd", "humaneval"]):
+        words = "E-CHOICE: unknown setting 'batchsize'; did you mean 'batch_size'"
+        refused(words, evaluate, names, batchsize=4)
+    for names in ({"gcd"}, {"gcd": 1}.keys(), (name for name in ["gcd"])):
+        assert evaluate(names).task.tolist() == ["gcd"]

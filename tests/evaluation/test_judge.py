@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from moebook import cli
+from moebook.data import tasks
 from moebook.evaluation import judge
 from tests.refusals import refused
 
@@ -136,8 +137,13 @@ def test_a_judge_is_asked_again(endpoint, tmp_path, first):
     endpoint.answers = lambda prompt, n: (
         (200, json.dumps(honest(prompt))) if n > 1 else first
     )
-    assert made(tmp_path, workers=1).scores("intent", ROWS) == [1.0, 0.0]
+    one = made(tmp_path, workers=1)
+    assert one.scores("intent", ROWS) == [1.0, 0.0]
     assert len(endpoint.asked) == 3
+    # What was said without a grade is paid as well.
+    assert one.calls == (3 if first[0] in (200, "raw") else 2)
+    assert one.tokens == ([300, 30] if first[0] == 200 else [200, 20])
+    assert one.uncounted == (first[0] == "raw")
 
 
 @pytest.mark.parametrize(
@@ -265,6 +271,26 @@ def test_a_budget_ends_the_work_and_a_larger_one_goes_on(endpoint, tmp_path):
     rich = made(tmp_path)
     assert rich.scores("law", rows) == [1.0] * 6
     assert rich.calls == 6 - known
+
+
+def test_replies_without_a_grade_count_against_the_budget(endpoint, tmp_path):
+    endpoint.answers = lambda prompt, n: (
+        (200, "I would say nine." if n < 4 else json.dumps(honest(prompt)))
+    )
+    poor = made(tmp_path, workers=1, budget=0.0011)
+    words = "E-BUDGET: 0.0012 spent of 0.0011: 1 of 2 replies are kept"
+    refused(words, poor.scores, "law", ROWS)
+    endpoint.answers = lambda *_: (200, "I would say nine.")
+    words = "E-JUDGE: .*; so far 4 calls, 400 tokens read, 40 written, cost 0.0012"
+    refused(words, made(tmp_path / "none", workers=1).scores, "law", ROWS[:1])
+
+
+def test_a_table_of_other_rows_than_the_test_split_s_is_not_graded(endpoint, tmp_path):
+    rows = tasks.rows("intent_json", "validation", 3)
+    table = pd.DataFrame(rows).assign(output="{}")
+    words = "E-DATA: the answers of intent_json are not those of its first test rows"
+    refused(words, judge.graded, made(tmp_path), table)
+    assert not endpoint.asked
 
 
 def test_marks_in_an_answer_are_not_closed_early_and_long_ones_are_cut(

@@ -147,3 +147,18 @@ def test_without_lm_eval_own_tasks_stay_and_benchmarks_are_one_line_with_the_com
     command = "pip install 'moebook[evaluate]'"
     wanted = f"benchmark 'arc_easy' of lm-eval needs the package lm_eval: {command}"
     assert done.stdout == f"E-DEP: {wanted}\n"
+
+
+def test_chance_is_that_of_the_split_that_is_asked(tmp_path, tiny, byte_tokenizer):
+    rows = []
+    for number in range(40):
+        rare = number % 10 == 0 or number == 31
+        part = "train" if number < 20 else "validation"
+        answer = "other" if rare else "billing"
+        rows.append({"prompt": f"q {number}", "answer": answer, "split": part})
+    path = put(tmp_path / "teams.jsonl", rows)
+    for split, share in {"validation": 17 / 20, "all": 35 / 40}.items():
+        table = evaluation.evaluate(tiny(), byte_tokenizer, str(path), split=split)
+        assert set(table.chance) == {share}
+        assert (table.answer == "billing").mean() == share
+    assert Task.from_jsonl(path).majority() == 0

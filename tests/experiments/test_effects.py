@@ -49,6 +49,18 @@ IDLE = [
     ("rivals", {"arms": "smear"}, "searches", {"searches": 9}),
     ("rivals", {"arms": "smear"}, "gate_steps", {"gate_steps": 9}),
     ("rivals", {"arms": "pems,mixlora"}, "rate", {"rate": 0.5}),
+    ("rivals", {"arms": "smear"}, "top_k", {"top_k": 1}),
+    *(
+        ("rivals", {"arms": "lorahub,source_best,pems_untuned"}, name, {name: value})
+        for name, value in {
+            "steps": 9,
+            "batch": 3,
+            "schedule": "linear",
+            "accumulate": 2,
+            "weight_decay": 0.5,
+            "rates": "0.3",
+        }.items()
+    ),
     ("together", {"arms": "lora", "again": ""}, "copies", {"copies": 6}),
     ("together", {"arms": "lora", "again": ""}, "threshold", {"threshold": 0.1}),
     ("together", {"arms": "full", "again": ""}, "parameters", {"parameters": 9}),
@@ -69,6 +81,8 @@ WORKS = [
     ("rocket", {"bank_folder": "none_there"}, "bank_rows", {"bank_rows": 7}),
     ("esft", {"arms": "lora", "rates": ""}, "lr_lora", {"lr_lora": 0.1}),
     ("rivals", {"arms": "smear"}, "rate", {"rate": 0.5}),
+    ("rivals", {"arms": "rocket"}, "top_k", {"top_k": 1}),
+    ("rivals", {"arms": "lorahub,random"}, "steps", {"steps": 9}),
     ("together", {"arms": "lora", "again": "su"}, "copies", {"copies": 6}),
 ]
 

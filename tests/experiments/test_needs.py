@@ -11,6 +11,7 @@ from moebook import experiments, models
 from moebook.lab.pages import plans
 from moebook.lab.planning.trainings import TRAINED
 from moebook.lab.run import parameters, sources
+from moebook.methods import rocket
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,6 +143,16 @@ CANNOT = [
         "rocket",
         "epochs = 1 and batch = 16: shots_only has at most 8 rows, so one step",
         {"epochs": 1, "batch": 16, "arms": "shots_only"},
+    ),
+    (
+        "rocket",
+        r".*shots_only has at most 1 rows, [^;]*; take 2 epochs or more$",
+        {"epochs": 1, "batch": 16, "shots": 1, "arms": "shots_only,mixture"},
+    ),
+    (
+        "rocket",
+        r"epochs = 1 and batch = 64: mixture, random_data have [^;]*; take [^;]*$",
+        {"epochs": 1, "batch": 64, "arms": "mixture,random_data"},
     ),
     (
         "rocket",
@@ -368,6 +379,19 @@ def test_a_filled_bank_folder_says_what_there_is_to_choose_from(tmp_path):
     few["bank_folder"] = str(tmp_path / "empty")
     words = "E-RANGE: bank_folder = .*: .* holds no LoRA"
     refused(words, experiments.check, "rivals", given("rivals", **few, arms="random"))
+
+
+def test_a_bank_folder_below_home_is_the_same_as_in_full(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("sums", "gcd", "mine"):
+        (tmp_path / "loras" / name).mkdir(parents=True)
+        (tmp_path / "loras" / name / "adapter_config.json").touch()
+    settings = {"bank_folder": "~/loras", "members": ""}
+    assert not experiments.rocket.makes_bank(settings)
+    assert experiments.rocket.members(settings) == ["gcd", "mine", "sums"]
+    model, tokenizer = models.load("nano")
+    # It reads what lies there, and trains no bank elsewhere.
+    refused("E-[A-Z]+: .*loras/gcd", rocket.bank.load, model, tokenizer, "~/loras")
 
 
 def test_sets_of_which_no_row_is_short_enough_are_refused_where_rows_are_drawn():

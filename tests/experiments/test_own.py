@@ -164,6 +164,21 @@ def test_what_is_tested_is_not_trained_on(file, tmp_path):
     refused("E-LEAK: 3 of 3", experiments.pesc.rows, settings)
 
 
+def test_what_tests_the_new_task_is_not_trained_on(file, tmp_path):
+    turned = tmp_path / "turned.jsonl"
+    train = tasks.find(str(file)).rows("train", 20)
+    parts = ["train", "test"] * 10
+    rows = [
+        {"prompt": row["prompt"], "answer": row["answer"], "split": part}
+        for row, part in zip(train, parts, strict=True)
+    ]
+    write(turned, rows)
+    few = {"new": str(turned), "new_shots": 4, "test_rows": 10, "rows_per_task": 36}
+    settings = given("together", tasks=f"{file},gcd", **FEW["together"], **few)
+    words = "E-LEAK: test rows of the new task: 10 of 10 evaluation prompts"
+    refused(words, experiments.budgets.rows, settings)
+
+
 def test_a_domain_that_routers_start_from_and_the_file_lacks_is_told(file):
     file.write_text('{"prompt": "a", "answer": "b", "domain": "code"}\n')
     settings = given("router_init", mix=str(file), arms="trsu")

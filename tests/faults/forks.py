@@ -122,7 +122,7 @@ def serve():
     gc.freeze()
     gc.enable()
     storage.files.loaded()  # what a notebook hashes is hashed once
-    sum(task.majority for task in tasks.KNOWN.values())  # and tasks are split once
+    sum(task.majority() for task in tasks.KNOWN.values())  # and tasks are split once
     papers.claims()  # and claims are read once
     measured = pace.pace()
     pace.pace = lambda: measured

@@ -102,4 +102,4 @@ def rows(name: str, split: str, size: int, seed: int = 0) -> list[dict[str, str]
 
 def majority(name: str) -> float:
     """Share of test rows with the commonest training answer; see `Task.majority`."""
-    return find(name).majority
+    return find(name).majority()

@@ -188,8 +188,9 @@ class Task:
         """Draw ``size`` rows of a split without replacement, by the seed.
 
         Fewer rows with this seed are the first of these. Each has its task, domain, prompt,
-        answer and any rationale. Splits are train, validation, test and all; beside them
-        ``fresh``, at most 1,000 rows and half of train, and ``rest``, the others of train.
+        answer, and a rationale and a system text if it has them. Splits are train,
+        validation, test and all; train is parted once more into ``fresh``, at most 1,000
+        rows and half of it, and ``rest``, the others.
         """
         return [row for _, row in self.draw(split, size, seed)]
 
@@ -211,18 +212,22 @@ class Task:
             drawn.append((item, self._row(item, template)))
         return drawn
 
-    @cached_property
-    def majority(self) -> float:
-        """Share of test rows, in [0, 1], that have the commonest training answer.
+    def majority(self, split: str = "test") -> float:
+        """Share of a split's rows, in [0, 1], that have the commonest training answer.
 
         It is 0 where a user's file has no rows of one of the two.
         """
-        if not self.items("train") or not self.items("test"):
+        asked = self.items(split)
+        if self._commonest is None or not asked:
             return 0.0
+        right = [self.normalise(item.answer) == self._commonest for item in asked]
+        return sum(right) / len(right)
+
+    @cached_property
+    def _commonest(self) -> str | None:
+        """The commonest training answer, normalised; None without a training row."""
         answers = Counter(self.normalise(item.answer) for item in self.items("train"))
-        best = min(answers, key=lambda answer: (-answers[answer], answer))
-        test = self.items("test")
-        return sum(self.normalise(item.answer) == best for item in test) / len(test)
+        return min(answers, key=lambda answer: (-answers[answer], answer), default=None)
 
     def _row(self, item: Item, template: str) -> dict[str, str]:
         row = {

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moebook import cluster, runtime, storage
+from moebook import cluster, lists, runtime, storage
 from moebook.errors import Refusal, placed, refuse, told
 from moebook.lab import records
 from moebook.lab.records import Run, store
@@ -151,6 +151,11 @@ def study(
     default = (notebook.defaults | notebook.settings(protocol)).get("arms")
     if arms and default is None:
         refuse("E-RANGE", f"{name} has no arms; leave --arms away")
+    if arms is not None:
+        parts = arms.split(",")
+        if not any(part.strip() for part in parts):
+            refuse("E-RANGE", f"--arms {arms!r}: name one arm at least, or all")
+        lists.listed("--arms", arms, parts)  # each once
     asked = None if default is None else arms or str(default)
     todo: list[Job] = []
     for seed in wanted:

@@ -43,6 +43,10 @@ def verify(name: str | None, folder: Path) -> list[Finding]:
     chosen = [path for path in names if name in (None, names[path])]
     if name is not None and not chosen:
         known = set(names.values())
+        if not known:
+            refuse(
+                "E-NOTEBOOK", f"'{name}' has no runs, nor has any other notebook here"
+            )
         refuse("E-NOTEBOOK", f"'{name}' has no runs; {nearest(name, known)}")
     return [_finding(path, faults.get(path, []), folder) for path in chosen]
 

@@ -122,6 +122,9 @@ def test_other_seeds_than_ranges_a_changed_protocol_and_arms_without_any_are_ref
         [1001],
         folder=fresh,
     )
+    for arms in (",", " ", "one,one"):
+        given = {"folder": fresh, "arms": arms}
+        refused("E-RANGE: --arms", study.study, "toy", "nano", [0], **given)
     study.add(
         Run("toy", "nano", "study", 0, (), settings={**SETTINGS, "top_k": 3}), fresh
     )
