@@ -79,8 +79,9 @@ if (cell) {
   cell.before(button);
 }
 
-// A long name in a table breaks behind a dot, a dash or an underscore, and not anywhere.
-for (const name of document.querySelectorAll(".bd-article table code .pre")) {
+// A long name in a table or beside the page breaks behind a dot, a dash or an underscore.
+const narrow = ".bd-article table code .pre, .bd-sidebar-secondary .pre, .bd-sidenav a";
+for (const name of document.querySelectorAll(narrow)) {
   const pieces = name.textContent.split(/(?<=[._/-])(?=.)/);
   name.replaceChildren(...pieces.flatMap((piece, place) => (place ? [document.createElement("wbr"), piece] : [piece])));
 }

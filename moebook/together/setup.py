@@ -131,7 +131,7 @@ class Setup:
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
-        """What ESFT scores experts on: 32 samples of 128 tokens."""
+        """The 32 samples of 128 tokens that ESFT scores experts on."""
         return esft.samples(
             self.encoded, count=32, length=128, pad_id=self.pad_id, seed=self.seed
         )

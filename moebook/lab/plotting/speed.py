@@ -71,7 +71,10 @@ def _column(
         floor = bars["floor"].iloc[0]
         if np.isfinite(floor):
             ends = [titles[-1] + 0.5, len(labels) - 0.5]
-            (handles["floor"],) = axes.plot([floor, floor], ends, color=INK, lw=2.5)
+            # Behind the bars: of one that ends at the floor nothing would be seen.
+            (handles["floor"],) = axes.plot(
+                [floor, floor], ends, color=INK, lw=2.5, zorder=0.5
+            )
     axes.axvline(1, color=INK, lw=1, ls=(0, (4, 3)))
     axes.set(xscale="log", ylim=(len(labels) - 0.3, -0.8))
     charts.logarithmic(axes.xaxis)
