@@ -80,7 +80,7 @@ if (cell) {
 }
 
 // A long name in a table or beside the page breaks behind a dot, a dash or an underscore.
-const narrow = ".bd-article table code .pre, .bd-sidebar-secondary .pre, .bd-sidenav a";
+const narrow = ".bd-article table code .pre, :is(.bd-sidenav, .bd-sidebar-secondary) :is(a:not(:has(*)), .pre)";
 for (const name of document.querySelectorAll(narrow)) {
   const pieces = name.textContent.split(/(?<=[._/-])(?=.)/);
   name.replaceChildren(...pieces.flatMap((piece, place) => (place ? [document.createElement("wbr"), piece] : [piece])));
