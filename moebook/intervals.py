@@ -114,8 +114,8 @@ def p_value(effects: np.ndarray) -> float:
 def sees(effects: np.ndarray, size: float, seeds: int, items: int = 0) -> float:
     """Simulate how often a study of so many seeds and test items would show a true effect.
 
-    Its spreads are those of the `[S, I]` ``effects`` on record, and so is I if ``items`` is 0.
-    Of seeds there are 2 or more, there and in the study: one alone has no spread.
+    How far seeds and items differ is taken from the ``effects`` ``[S, I]`` on record, and I too if
+    ``items`` is 0. The record and the study need two seeds or more, since one alone has no spread.
     """
     return float(np.mean(size > _needed(effects, seeds, items)))
 

@@ -28,6 +28,7 @@ from moebook.experiments.rates import Rates
 from moebook.experiments.together import Arm
 from moebook.methods import rocket
 from moebook.methods.rocket.loras import Lora, linears, zeros
+from moebook.runtime import random_states_kept
 from moebook.together import Setup, budget, combining
 from moebook.training import History
 
@@ -149,7 +150,7 @@ def train(
     spent = 0.0
     if arm.bank:
         bank, spent = _train_bank(setup, arm, lr, amount / 2, kind)
-    with torch.random.fork_rng():
+    with random_states_kept():
         torch.manual_seed(setup.seed)
         model = arm.make(setup, deepcopy(setup.base), bank)
 
@@ -406,7 +407,7 @@ def needed(
 def explained(
     run: Recorder, experiment: Budgets, results: Mapping[str, Result]
 ) -> dict[str, float]:
-    """Record how much of each LoRA's reading an adapter can take over."""
+    """Return by LoRA the share of what it reads that an adapter can take over; record the mean."""
     if "pesc_bank" not in results:
         return {}
     bank = results["pesc_bank"].trained.bank

@@ -25,6 +25,7 @@ from moebook.methods.rocket.case import Case
 from moebook.methods.rocket.choose import Ranking
 from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora
+from moebook.runtime import random_states_kept
 from moebook.settings import Count, Each, Seed, checked, settings
 
 Row = Mapping[str, str]
@@ -108,7 +109,7 @@ def tune(
     loras = tuple(loras)
     if len(loras) == 1:
         config = replace(config, experts=1, top_k=1)
-    with torch.random.fork_rng():
+    with random_states_kept():
         torch.manual_seed(seed)
         apply.build(model, loras, config)
     encoded = encode(chosen, tokenizer, max_length=max_length)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moebook.nn.batch import check_batch
+from moebook.runtime import random_states_kept
 from moebook.training.precision import widen
 
 
@@ -57,7 +58,7 @@ def step_memory(model: nn.Module, batch: Mapping[str, Tensor]) -> StepMemory:
 
     with (
         torch.autograd.graph.saved_tensors_hooks(note, as_it_is),
-        torch.random.fork_rng(),
+        random_states_kept(),
     ):
         # Held until all is counted, else an address could be used twice.
         output = model(**batch)

@@ -187,10 +187,11 @@ class Task:
     def rows(self, split: str, size: int, seed: int = 0) -> list[dict[str, str]]:
         """Draw ``size`` rows of a split without replacement, by the seed.
 
-        Fewer rows with this seed are the first of these. Each has its task, domain, prompt,
-        answer, and a rationale and a system text if it has them. Splits are train,
-        validation, test and all; train is parted once more into ``fresh``, at most 1,000
-        rows and half of it, and ``rest``, the others.
+        With the same seed, a smaller size gives the first of these rows. A row has its
+        task, domain, prompt and answer; a rationale, which may be empty, where the task
+        has any; and a system text if it has one. Splits are train, validation, test and
+        all. Train is divided once more, into ``fresh`` (half of it, at most 1,000 rows)
+        and ``rest`` (the others).
         """
         return [row for _, row in self.draw(split, size, seed)]
 

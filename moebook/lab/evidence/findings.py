@@ -171,6 +171,7 @@ def numbers(best: Measurement) -> str:
         effect += shift
         if ends is not None:
             ends = (ends[0] + shift, ends[1] + shift)
+        # Without a reference it is written as a value, not as a difference.
         claim = replace(claim, reference=None)
         sides = {"less": "below", "greater": "above"}
         side = sides.get(str(claim.direction), "equal to")

@@ -121,8 +121,8 @@ def prototypes(
         # B A = P (S T') Q', P and Q orthonormal. The largest value comes first.
         _, values, right = torch.linalg.svd(s @ t.mT)  # [N, R], [N, R, R]
         # `check` refuses B A = 0 in all layers, but a prototype is needed in each. Where
-        # terms of B A cancel, rounding leaves up to 2e-14 |B| |A|, a direction of noise;
-        # factors trained in float32 are themselves rounded by 6e-8 of their size.
+        # terms of B A cancel, rounding leaves a direction of noise: in float64 some 1e-16
+        # of |B| |A| a term. Factors trained in float32 are rounded by 6e-8 themselves.
         sizes = torch.linalg.matrix_norm(s) * torch.linalg.matrix_norm(t)  # |B| |A|
         has_one = values[:, 0] > 1e-12 * sizes  # [N]
         idle = [name for name, has in zip(names, has_one, strict=True) if not has]

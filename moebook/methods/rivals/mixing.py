@@ -179,7 +179,7 @@ def merged(
 
 
 def _check_weights(by_path: Mapping[str, Tensor], parts: Stack) -> None:
-    """Refuse weights that are not one finite number a LoRA for each layer."""
+    """Refuse weights unless every layer has one finite number for each LoRA."""
     lacking = sorted(parts.down.keys() - by_path.keys())
     if lacking:
         refuse("E-KEYS", f"merged: no weights are given for layer {lacking[0]}")

@@ -32,6 +32,7 @@ from moebook.methods.rocket.loras import linears
 from moebook.models import checkpoint
 from moebook.models.anatomy import GATED, anatomy, beside, dense_layers
 from moebook.nn.experts import check_gated
+from moebook.runtime import random_states_kept
 from moebook.settings import Count, Positive, Presets, Seed, Share, checked, settings
 from moebook.training.loop import Penalty
 
@@ -180,7 +181,7 @@ def attach(
 ) -> Tuned:
     """Put fresh experts, routers and LoRAs on the base; the bank goes unused."""
     tuning.refuse_second(model)
-    with torch.random.fork_rng():
+    with random_states_kept():
         torch.manual_seed(seed)
         return _install(model, _origin(model, config))
 

@@ -13,6 +13,7 @@ from moebook.methods.rocket import apply
 from moebook.methods.rocket.bank import Bank
 from moebook.methods.rocket.config import Config
 from moebook.models.checkpoint import origin
+from moebook.runtime import random_states_kept
 from moebook.settings import Seed, checked
 
 __all__ = ["attach", "tuned"]
@@ -22,7 +23,7 @@ __all__ = ["attach", "tuned"]
 def attach(model: nn.Module, bank: Bank, config: Config, *, seed: Seed = 0) -> Tuned:
     """Put the mixture of a bank's N LoRAs on the base."""
     # The seed draws the gates; the caller's random state stays as it is.
-    with torch.random.fork_rng():
+    with random_states_kept():
         torch.manual_seed(seed)
         apply.build(model, list(bank.values()), config)
     return Tuned(model, cast(Any, origin(model, apply.Origin)))

@@ -41,6 +41,7 @@ from moebook.methods.rocket.loras import Lora, linears
 from moebook.models import checkpoint
 from moebook.models.anatomy import beside, count
 from moebook.nn import evaluating, hooked
+from moebook.runtime import random_states_kept
 from moebook.settings import Seed, Size, checked, settings
 
 __all__ = [
@@ -230,7 +231,7 @@ def attach(
         **facts,
     )
     # The caller's random state stays as it is.
-    with torch.random.fork_rng():
+    with random_states_kept():
         torch.manual_seed(seed)
         return _install(model, origin, parts.down, parts.up, weigh, learnt=learnt)
 
@@ -320,7 +321,7 @@ def restored(
 
     refuse_second(model)
     # What is drawn here is written over: the caller's random state stays as it is.
-    with torch.random.fork_rng():
+    with random_states_kept():
         checkpoint.load(model, folder, kind, empty)
     return made[-1]
 

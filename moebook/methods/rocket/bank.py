@@ -28,6 +28,7 @@ from moebook.methods.rocket import loras
 from moebook.methods.rocket.loras import Alpha, Lora, Rank, check_alike
 from moebook.models.checkpoint import fingerprint
 from moebook.models.lora import in_wrapper
+from moebook.runtime import random_states_kept
 from moebook.settings import Count, Each, Place, Seed, Share, checked
 from moebook.storage import formed, locked
 
@@ -228,7 +229,7 @@ def tune(
     # PEFT freezes the base, so what required a gradient is put back at the end.
     learning = {path: p.requires_grad for path, p in model.named_parameters()}
     # PEFT draws A by the global generator, which is put back as well.
-    with torch.random.fork_rng():
+    with random_states_kept():
         torch.manual_seed(settings["seed"])
         wrapped = in_wrapper(model, config)
     try:

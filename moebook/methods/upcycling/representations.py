@@ -23,6 +23,7 @@ from moebook.models.anatomy import Anatomy, Layer, anatomy
 from moebook.models.checkpoint import fingerprint
 from moebook.nn import evaluating, hooked
 from moebook.nn.batch import check_batch
+from moebook.runtime import random_states_kept
 from moebook.settings import Count, Seed, Size, checked, record
 
 Batch = Mapping[str, Tensor]
@@ -282,7 +283,7 @@ def clouds(
         tasks[domain] = [
             tokenizer(clean(text, domain, "texts"), **cut) for text in part
         ]
-    with torch.random.fork_rng():
+    with random_states_kept():
         torch.manual_seed(seed)
         control = type(model)(model.config).to(model.device, model.dtype)
     networks = {"pretrained": model, "random": control}
