@@ -31,6 +31,9 @@ os.environ |= {
 }
 # One thread: results repeat bit for bit at a fixed count, and tiny models are faster so.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A worker inherits the line above on bytecode. Pytest may keep the tests that it has compiled all
+# the same: to compile them takes a worker a third of the time in which it collects.
+sys.dont_write_bytecode = False
 
 # What is imported and collected stays, and looking for garbage among it takes a quarter of that
 # time and more: it begins when all is collected, and passes it by.
