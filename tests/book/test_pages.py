@@ -318,8 +318,10 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
     assert pages.recorded(project / "empty") == "No run has been recorded yet.\n"
 
 
-def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_effect():
-    page = pages.designs(ROOT)
+def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_effect(
+    ledger,
+):
+    page = pages.designs(ROOT, ledger)
     chances = re.findall(
         r"Power: \d+% with \d+ seeds \(variance taken from study `[^`]+`\)", page
     )
@@ -332,6 +334,11 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
     assert (
         decided.count('href="ledger.html#esft.') == 6 and "Exploratory" not in decided
     )
+    counted = page.partition("ESFT: aligned</a>")[2].partition("</tr>")[0]
+    labels = re.search(r"decides (\d+) claims: ([^<]+)</td>", counted)
+    assert labels, counted
+    by_label = [int(number) for number in re.findall(r" (\d+)(?:,|$)", labels[2])]
+    assert sum(by_label) == int(labels[1])
     tuned = page.partition("PESC: tuned</a>")[2].partition("</tr>")[0]
     assert "exploratory: decides none" in tuned
     assert "5 seeds" in tuned

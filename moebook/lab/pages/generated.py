@@ -79,10 +79,11 @@ def generated(folder: Path) -> dict[str, str]:
 @cache
 def committed(folder: Path, made_of: str) -> dict[str, str]:
     """Return the pages that show no run of this build; what they are ``made_of`` is hashed."""
-    return prose.pages(folder, _rows(folder, made_of)) | {
+    rows = _rows(folder, made_of)
+    return prose.pages(folder, rows) | {
         "arms": pages.arms(folder),
         "audit": pages.audit(papers.audit()),
-        "designs": pages.designs(folder),
+        "designs": pages.designs(folder, rows),
         "withdrawn": pages.withdrawn(folder),
         "repeated": pages.repeated(folder),
         "taught": pages.taught(folder),

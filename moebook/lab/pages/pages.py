@@ -300,9 +300,27 @@ def taught(folder: Path) -> str:
     return page("taught", pools=every)
 
 
-def designs(folder: Path) -> str:
-    """Return what was decided before each study ran, and what it found."""
-    return page("designs", designs=heads.read(folder))
+def designs(folder: Path, rows: Sequence[Row]) -> str:
+    """Return what was decided before each study ran, and what it found.
+
+    ``rows`` are the ledger's: the verdicts of each study are counted.
+    """
+    by_id = {row.claim.id: row for row in rows}
+    counted: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    every = heads.read(folder)
+    for design in every:
+        if design.pool:
+            theirs = [_label(by_id[claim], design.pool) for claim in design.decides]
+            counted[design.notebook, design.protocol] = Counter(theirs).most_common()
+    return page("designs", designs=every, counted=counted)
+
+
+def _label(row: Row, pool: Pool) -> str:
+    """Return the verdict on a claim at the scale of a pool that decides it."""
+    verdict = row.at(pool.scale)
+    if row.claim.ended:
+        return "withdrawn"
+    return verdict.label if verdict else "not run"
 
 
 def withdrawn(folder: Path) -> str:
