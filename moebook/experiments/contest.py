@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
@@ -17,6 +17,8 @@ from torch import nn
 
 from moebook import data, evaluation, runtime, training
 from moebook.data import hub
+from moebook.data.mixtures import Row
+from moebook.errors import refuse
 from moebook.experiments import pipeline, rates
 from moebook.experiments import rocket as checks
 from moebook.experiments.arm import Settings, picked
@@ -135,11 +137,28 @@ def prepare(
         near = encode(tuned_on[config.shots :])
         parts[target] = tuning.Data(shots, near, pad_id=pad_id)
 
-        # Rates are judged by annotated rows that nothing was tuned on.
-        used = {row["prompt"] for row in tuned_on}
-        spare = [row for row in annotated if row["prompt"] not in used]
+        spare = _not_tuned_on(settings, target, annotated, tuned_on)
         valid[target] = encode(spare[-settings["valid_rows"] :])
     return Prepared(clean, cases, chosen, parts, valid)
+
+
+def _not_tuned_on(
+    settings: Settings,
+    target: str,
+    annotated: list[Row],
+    tuned_on: Iterable[Mapping[str, str]],
+) -> list[Row]:
+    """Return the annotated rows by which rates are judged, or refuse their lack (E-DATA)."""
+    used = {row["prompt"] for row in tuned_on}
+    spare = [row for row in annotated if row["prompt"] not in used]
+    if not spare:
+        where = f"valid_rows = {settings['valid_rows']}"
+        none = f"none of {target}'s {len(annotated)} annotated rows is left to judge rates by"
+        why = "their prompts are those of shots and chosen open rows"
+        refuse(
+            "E-DATA", f"{where}: {none}: {why}; take fewer shots or a smaller budget"
+        )
+    return spare
 
 
 def _without_leaks(bank: Mapping[str, Lora], pool: Pool) -> dict[str, dict[str, Lora]]:

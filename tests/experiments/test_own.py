@@ -236,3 +236,20 @@ def test_the_bank_is_scored_on_shots_of_your_own_file_by_its_task(file, monkeypa
     with pytest.raises(Reached) as reached:
         experiments.contest.prepare(settings, None, tokenizer, {}, pool, encoder)
     assert reached.value.args == ("own_sums", {"own_sums": tasks.find(str(file))})
+
+
+def test_a_target_that_shots_and_open_rows_use_up_is_named(file, monkeypatch):
+    settings = given("rivals", targets=str(file), arms="random", shots=3)
+    pool = experiments.targets.rows(settings)
+    everything = pool.annotated["own_sums"]
+    monkeypatch.setattr(rocket.case, "score_bank", lambda *_, **__: None)
+    monkeypatch.setattr(rocket.bank, "guarded", lambda bank, *_, **__: bank)
+    pipeline = experiments.contest.pipeline
+    monkeypatch.setattr(pipeline, "experts", lambda *_, **__: ())
+    monkeypatch.setattr(pipeline, "rows", lambda *_: everything)
+    monkeypatch.setattr(data, "encode", lambda rows, **_: rows)
+    encoder = SimpleNamespace(blocks=lambda rows: [np.zeros((len(rows), 2))])
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    words = r"E-DATA: valid_rows = 2: none of own_sums's \d+ annotated rows is left"
+    prepare = experiments.contest.prepare
+    refused(words, prepare, settings, None, tokenizer, {}, pool, encoder)
