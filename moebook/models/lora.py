@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import Linear, LoraLayer
-from peft.tuners.tuners_utils import cast_adapter_dtype
+from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
 from torch import Tensor, nn
 
 from moebook.errors import refuse, told
@@ -22,6 +22,14 @@ ADAPTER = "default"  # PEFT's name of the one adapter
 # Files of a folder of PEFT's.
 SETTINGS = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
+
+
+def refuse_adapted(model: nn.Module) -> None:
+    """Refuse a model that holds LoRA, or another adapter that PEFT puts on layers (E-MODEL)."""
+    if any(isinstance(part, BaseTunerLayer) for part in model.modules()):
+        held = "the model holds LoRA or another adapter of PEFT's already"
+        remedy = "merge it by PEFT's merge_and_unload(), or load the base again"
+        refuse("E-MODEL", f"{held}: {remedy}")
 
 
 def put_on(model: nn.Module, config: LoraConfig) -> nn.Module:

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 
 from moebook.methods import pesc
@@ -313,12 +313,18 @@ def test_a_host_that_holds_lora_is_refused_and_keeps_it(tuning, host, batch):
     config = pesc.Config(**{**SMALL, "host": tuning, "lora_rank": 4})
     crafts = [pesc.craft, pesc.prepare]
     for craft in [*crafts, pesc.full_experts] if tuning == "frozen" else crafts:
-        refused("E-MODEL: the host holds LoRA already: merge it", craft, model, config)
+        refused("E-MODEL: the model holds LoRA .*: merge it", craft, model, config)
     assert torch.equal(model(**batch).logits, want)
     after = {name for name, p in model.named_parameters() if p.requires_grad}
     assert after == trained
     merged = pesc.prepare(model.merge_and_unload(), config).eval()
     torch.testing.assert_close(merged(**batch).logits, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_host_that_holds_another_adapter_of_pefts_is_refused(host):
+    scales = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    message = "E-MODEL: the model holds LoRA or another adapter of PEFT's already"
+    refused(message, pesc.craft, get_peft_model(host(), scales), pesc.Config(**SMALL))
 
 
 def test_presets_differ_where_paper_and_code_do_and_unusable_settings_are_refused_in_one_line():

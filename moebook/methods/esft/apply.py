@@ -22,7 +22,7 @@ from moebook.errors import refuse
 from moebook.methods.esft.choose import Selection
 from moebook.models import checkpoint
 from moebook.models.anatomy import Layer, anatomy, incompatibility, sparse_layers
-from moebook.models.lora import put_on
+from moebook.models.lora import put_on, refuse_adapted
 from moebook.nn import SplitExperts
 from moebook.nn.batch import check_batch
 from moebook.settings import Size, checked, settings
@@ -290,8 +290,7 @@ def lora(
 
 
 def _check_plain(model: nn.Module) -> None:
-    if any(".lora_" in name for name, _ in model.named_parameters()):
-        refuse("E-MODEL", "the model holds LoRA already: load the base again")
+    refuse_adapted(model)
     if checkpoint.origin_or_none(model, Origin):
         refuse(
             "E-MODEL", "the model is specialised: esft.restore or esft.merge it first"

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from moebook import nn as mnn
@@ -16,7 +15,7 @@ from moebook.errors import extra, refuse
 from moebook.methods.pesc.config import Config
 from moebook.models import checkpoint
 from moebook.models.anatomy import Anatomy, Layer, anatomy, beside, dense_layers, graft
-from moebook.models.lora import check_rank, put_on
+from moebook.models.lora import check_rank, put_on, refuse_adapted
 from moebook.settings import settings
 
 Chosen = tuple[Anatomy, list[Layer]]
@@ -83,11 +82,7 @@ def craftable(model: nn.Module, config: Config) -> Chosen:
             "the model has been through PESC already: load the dense host again",
         )
     # PESC's own LoRA would take the place of such layers, or they would train as it.
-    if any(isinstance(part, LoraLayer) for part in model.modules()):
-        refuse(
-            "E-MODEL",
-            "the host holds LoRA already: merge it first, by PEFT's merge_and_unload()",
-        )
+    refuse_adapted(model)
     host = anatomy(model)
     return host, dense_layers(host, config.layers, "PESC")
 

@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 import datasets
 import torch
 from datasets import Dataset as Rows
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -40,6 +39,7 @@ from moebook.methods.rocket.bank import Bank
 from moebook.methods.rocket.loras import Lora, linears
 from moebook.models import checkpoint
 from moebook.models.anatomy import beside, count
+from moebook.models.lora import refuse_adapted
 from moebook.nn import evaluating, hooked
 from moebook.runtime import random_states_kept
 from moebook.settings import Seed, Size, checked, settings
@@ -359,9 +359,7 @@ def on_shots(model: nn.Module, lora: Lora, data: Data) -> float:
 
 def refuse_second(model: nn.Module) -> None:
     """Refuse a model that PEFT, a rival or Rocket has been put on already."""
-    if any(isinstance(part, BaseTunerLayer) for part in model.modules()):
-        held = "the model holds PEFT's LoRA or the like"
-        refuse("E-MODEL", f"{held}: merge it first, by merge_and_unload()")
+    refuse_adapted(model)
     if any(hasattr(part, "base_layer") for part in model.modules()):
         refuse("E-MODEL", "the model holds a mixture already: detach() takes it off")
 

@@ -130,7 +130,7 @@ def test_a_model_with_pefts_lora_is_refused_for_that_reason(model, bank, tmp_pat
     done.detach()
     lora = LoraConfig(r=2, target_modules=["q_proj"])
     adapted = get_peft_model(model, lora)
-    message = "E-MODEL: the model holds PEFT's LoRA .*: merge it first"
+    message = "E-MODEL: the model holds LoRA .*: merge it"
     refused(message, smear.load, adapted, folder)
     refused(message, smear.attach, adapted, bank, smear.Config())
     refused(message, mixlora.attach, adapted, None, mixlora.Config())
