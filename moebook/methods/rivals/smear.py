@@ -127,8 +127,12 @@ class Prompt:
     ) -> None:
         self.decided = {}
         named = _named(model, args, given)
+        cache = named.get("past_key_values")
+        if cache is not None and cache.is_compileable:
+            fixed = "the cache is static, SMEAR keeps its weights in one that grows"
+            refuse("E-MODEL", f"{fixed}: leave cache_implementation away")
         # If the prompt was read before, its weights stand in the cache.
-        self.held = _held(named.get("past_key_values"))
+        self.held = _held(cache)
         if not self.held:
             self.mask = self._prompts(named)
 
@@ -138,7 +142,8 @@ class Prompt:
         if ids is None:
             refuse("E-MODEL", "SMEAR reads input_ids: give them, not inputs_embeds")
         seen = given.get("attention_mask")
-        if seen is not None and seen.dim() != 2:
+        # transformers takes a mapping too, with a mask for each kind of layer.
+        if seen is not None and (not isinstance(seen, Tensor) or seen.dim() != 2):
             refuse("E-MODEL", "SMEAR reads one example a row: an attention mask [B, T]")
         whole = torch.ones_like(ids, dtype=torch.bool)
         if self.pool == "all":

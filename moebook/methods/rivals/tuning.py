@@ -120,6 +120,7 @@ class Tuned:
     cost: Cost = Cost()
     history: training.History | None = None  # of the training, if any
     hooks: Sequence[RemovableHandle] = ()
+    learning: Sequence[nn.Parameter] = ()  # what trained of the base, and `put` froze
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -177,11 +178,13 @@ class Tuned:
         return sum(tensor.nbytes for part in kept for tensor in part.values())
 
     def detach(self) -> nn.Module:
-        """Take the rival off again, in place: the base as it was, bit for bit."""
+        """Take the rival off, in place: the base as it was, bit for bit, and what trained of it."""
         for hook in self.hooks:
             hook.remove()
         for path, part in self.parts.items():
             self.model.set_submodule(path, part.base_layer)
+        for parameter in self.learning:
+            parameter.requires_grad_(True)
         delattr(self.model, self.origin.method)
         return self.model
 
@@ -220,7 +223,9 @@ def attach(
     parts = mixing.stack(bank, mix)
     base = checkpoint.fingerprint(model)
     for name, lora in bank.items():
+        # One that does not tell its base is taken for this one's, if it fits.
         checkpoint.check_base(f"'{name}'", lora.base or base, base)
+    loras.check_fits(model, list(bank.values()))
     origin = kind(
         base=base,
         names=tuple(bank),
@@ -273,12 +278,13 @@ def _install(
 
 def put(model: nn.Module, origin: Origin, made: Mapping[str, Any]) -> Tuned:
     """Freeze the base, and put in what was made of each of its modules, by path."""
+    learning = [part for part in model.parameters() if part.requires_grad]
     # First all is frozen: what is put in says of itself what trains.
     model.requires_grad_(False)
     for path, part in made.items():
         model.set_submodule(path, part.train(part.base_layer.training))
     setattr(model, origin.method, origin)
-    return Tuned(model, origin)
+    return Tuned(model, origin, learning=learning)
 
 
 def load(

@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from moebook.errors import refuse, refuse_unknown
 from moebook.methods.rocket.config import Config
-from moebook.methods.rocket.loras import Lora, check_alike, check_fits, linears, zeros
+from moebook.methods.rocket.loras import (
+    Lora,
+    check_alike,
+    check_mixable,
+    linears,
+    zeros,
+)
 from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy, beside
 from moebook.nn import Router
@@ -40,6 +48,8 @@ class Origin(checkpoint.Origin):
     scales: tuple[float, ...]  # the factor on each one's B A
     rank: int  # R
     paths: tuple[str, ...]  # of the linear layers that hold them
+    # The base's parameters that required a gradient, which `remove` gives back.
+    learning: Annotated[tuple[str, ...], Field(exclude=True, repr=False)] = ()
 
     def __post_init__(self) -> None:
         if not len(self.experts) == len(self.scales) == self.config.experts:
@@ -63,7 +73,7 @@ def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
     for lora in loras:
         # One that does not tell its base is taken for this one's, if it fits.
         checkpoint.check_base(f"'{lora.name}'", lora.base or base, base)
-    check_fits(model, loras)
+    check_mixable(model, loras)
     applied = config.lora_scale == "applied"
     down: dict[str, Tensor] = {}  # A [N, R, D] by path
     up: dict[str, Tensor] = {}  # B [N, O, R]
@@ -92,6 +102,7 @@ def install(
     numbers: dict[nn.Module, int] = {}  # of the decoder layer that a module is part of
     for layer in anatomy(model).layers:
         numbers |= dict.fromkeys(layer.block.modules(), layer.index)
+    learning = [name for name, part in model.named_parameters() if part.requires_grad]
     # First all is frozen: what is made from here on requires a gradient.
     model.requires_grad_(False)
     for path in made_from.paths:
@@ -114,7 +125,7 @@ def install(
         )
         # A new module is in training mode; this one takes the layer's.
         model.set_submodule(path, mixed.train(linear.training))
-    model.rocket = made_from
+    model.rocket = replace(made_from, learning=tuple(learning))
     return model
 
 
@@ -125,7 +136,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
 
 def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     """Restore a mixture onto its unaltered base, in place and bit for bit, after all checks."""
-    return checkpoint.load(model, folder, Origin, _empty)
+    # What trains is the model's own matter, and in no manifest.
+    return checkpoint.load(model, folder, Origin, _empty, learning=())
 
 
 def _empty(model: nn.Module, made_from: Origin) -> dict[str, nn.Parameter]:
@@ -144,9 +156,12 @@ def _refuse_mixture(model: nn.Module) -> None:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Take the mixture off again, in place: the base as it was, bit for bit."""
-    for path in checkpoint.origin(model, Origin).paths:
+    """Take the mixture off again, in place: the base as it was, bit for bit, and what trained."""
+    made_from = checkpoint.origin(model, Origin)
+    for path in made_from.paths:
         model.set_submodule(path, model.get_submodule(path).base_layer)
+    for name in made_from.learning:
+        model.get_parameter(name).requires_grad_(True)
     del model.rocket
     return model
 

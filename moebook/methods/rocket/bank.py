@@ -24,6 +24,7 @@ from moebook.data.tasks import Task
 from moebook.data.tasks.pools import reserved
 from moebook.data.templates import Source
 from moebook.errors import refuse, refuse_unknown
+from moebook.lists import listed
 from moebook.methods.rocket import loras
 from moebook.methods.rocket.loras import Alpha, Lora, Rank, check_alike
 from moebook.models.checkpoint import fingerprint
@@ -323,7 +324,10 @@ def source_rows(name: str, revision: hub.Origin, split: str = "") -> list[Row]:
 def embedded(
     size: Count, *, seed: int = 0, names: Each[str] = EMBEDDED
 ) -> dict[str, list[Row]]:
-    """Draw at most ``size`` training rows of each task, without what ``copyleft`` is tested on."""
+    """Draw at most ``size`` training rows of each task, without what ``copyleft`` is tested on.
+
+    Of ``names`` those count that are embedded tasks: a bank may hold LoRAs of other data.
+    """
     apart = reserved()
     sets = {}
     for name in (name for name in EMBEDDED if name in names):
@@ -378,12 +382,17 @@ def targets(
 def open_data(
     sets: str, size: Count, source: Origin, pins: SkipValidation[Pins]
 ) -> list[Row]:
-    """Return at most ``size`` open rows of each of the embedded bank's sets, or of the hub's."""
+    """Return at most ``size`` open rows of each of the embedded bank's sets, or of the hub's.
+
+    ``sets`` are names with commas between, of `SETS`; embedded rows are of all that are `EMBEDDED`.
+    """
     if source == "embedded":
         drawn = embedded(size)
     else:
-        drawn = {}
-        for name in sets.split(","):
-            refuse_unknown(name, SETS, "E-DATA", f"unknown data set '{name}';")
-            drawn[name] = source_rows(name, hub.origin(name, pins))[:size]
+        names = listed("sets", sets, SETS)
+        if not names:
+            refuse("E-DATA", "sets names no data set of the hub, as in GSM8K,PIQA")
+        drawn = {
+            name: source_rows(name, hub.origin(name, pins))[:size] for name in names
+        }
     return [row for rows in drawn.values() for row in rows]

@@ -32,7 +32,7 @@ from moebook.errors import located, refuse, shown
 from moebook.kernels.dispatch import FLOATS, shapes
 from moebook.kernels.matmul import wide
 from moebook.models import checkpoint
-from moebook.models.anatomy import beside
+from moebook.models.anatomy import anatomy, beside
 from moebook.models.lora import SETTINGS, TENSORS, write_folder
 from moebook.settings import FINITE, Positive, Seed, checked, record, settings
 from moebook.storage import read_json
@@ -61,6 +61,7 @@ def _factor(tensor: Tensor) -> Tensor:
 
 # Its dtype first: whether a number of 8 bits is finite torch does not say.
 Factors = dict[str, Annotated[Tensor, AfterValidator(_factor), FINITE]]
+NOTED = "base as PEFT notes it"  # in which LoRAs of one group may differ
 SECONDS = 0.5  # of the processor, for all patterns of one file of settings together
 ALL = "all-linear"  # what PEFT takes for all linear layers but the head
 Rank = Annotated[int, Field(ge=1, le=4096)]
@@ -224,10 +225,10 @@ def check_alike(group: Sequence[Lora], *, ranks: bool = True) -> None:
             if told != wanted:
                 names = f"'{owner.name}' and '{lora.name}'"
                 pair = f"{wanted} and {told}"
-                refuse(
-                    "E-BANK",
-                    f"{names} differ in {what}: {pair}; keep one kind",
-                )
+                fix = "keep one kind"
+                if what == NOTED:
+                    fix += f", or edit base_model_name_or_path in {SETTINGS} if they are one"
+                refuse("E-BANK", f"{names} differ in {what}: {pair}; {fix}")
         odd = sorted(group[0].down.keys() ^ lora.down.keys())
         if odd:
             names = f"'{group[0].name}' and '{lora.name}'"
@@ -255,8 +256,10 @@ def _kind(lora: Lora, *, ranks: bool) -> dict[str, object]:
         kind = {"rank": lora.rank, **kind}
     if lora.base:
         kind["base"] = lora.base
-    if lora.provenance.get("base"):
-        kind["base as PEFT notes it"] = lora.provenance["base"]
+    noted = lora.provenance.get("base")
+    if noted:
+        # A folder here may be written in several ways.
+        kind[NOTED] = os.path.realpath(noted) if os.path.isdir(noted) else noted
     return kind
 
 
@@ -282,6 +285,22 @@ def check_fits(model: nn.Module, loras: Sequence[Lora]) -> None:
                     "E-SHAPE",
                     f"'{lora.name}' {turns}, the base {sizes[0]} into {sizes[1]}",
                 )
+
+
+def check_mixable(model: nn.Module, loras: Sequence[Lora]) -> None:
+    """Refuse LoRAs that do not fit the base, or adapt what is in none of its decoder's layers.
+
+    `attached` runs those, on the head too; Rocket scores and mixes in the layers alone.
+    """
+    check_fits(model, loras)
+    inside: set[nn.Module] = set()
+    for layer in anatomy(model).layers:
+        inside.update(layer.block.modules())
+    for lora in loras:
+        for path in lora.down:
+            if model.get_submodule(path) not in inside:
+                place = f"'{lora.name}' adapts {path}, outside of the decoder's layers"
+                refuse("E-KEYS", f"{place}; leave it out, or train it on the layers")
 
 
 @contextmanager

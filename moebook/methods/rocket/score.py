@@ -36,8 +36,9 @@ from moebook.kernels.dispatch import shapes
 from moebook.kernels.matmul import product
 from moebook.methods.rocket.bank import SETS
 from moebook.methods.rocket.config import Count
-from moebook.methods.rocket.loras import Lora, attached, check_alike
+from moebook.methods.rocket.loras import Lora, attached, check_alike, check_mixable
 from moebook.models.anatomy import Anatomy, anatomy, longest
+from moebook.models.conventions import keeps_cache
 from moebook.nn import evaluating
 from moebook.runtime import progress
 from moebook.settings import checked
@@ -63,6 +64,7 @@ UNKNOWN = 64  # most new tokens of an answer to a row of no known task
 # Settings by which some models change the logits that the head gives.
 LOGITS = (
     "final_logit_softcapping",
+    "lm_head_multiplier",
     "logit_scale",
     "logits_scaling",
 )
@@ -210,6 +212,7 @@ def log_perplexity(
     items = _encoded(model, tokenizer, bank, shots)
     loras = list(bank.values())
     host, head = _readable(model)
+    check_mixable(model, loras)
     most = tokens or (2048 if head.device.type == "cpu" else 16384)
     packed = packs(items, min(host.hidden, most))
     # LoRAs of one pass: as many as the longest pack leaves room for.
@@ -371,6 +374,10 @@ def _readable(model: nn.Module) -> tuple[Anatomy, Tensor]:
                 "E-MODEL",
                 f"layer {layer.index} has no attention: packed samples would mix",
             )
+    name = type(model).__name__
+    if not keeps_cache(model):
+        kept = "keeps a state for a row, or places of its own"
+        refuse("E-MODEL", f"{name} {kept}: packed samples would mix")
     more = [
         f"config.{name}"
         for name in LOGITS
@@ -378,7 +385,6 @@ def _readable(model: nn.Module) -> tuple[Anatomy, Tensor]:
     ]
     more += ["a bias"] if getattr(head, "bias", None) is not None else []
     if more:
-        name = type(model).__name__
         refuse("E-MODEL", f"the head of {name} has {more[0]}, expected one product")
     return host, head.weight
 

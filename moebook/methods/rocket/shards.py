@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -102,11 +103,12 @@ def choose(
     budget = config.budget * (REPR_POOL if config.duplicates == "repr" else 1)
     files = _listed(Path(folder))
     about = (shots.tobytes(), str(shots.dtype), config, encoder, prompt, seed)
+    of_encoder = _files_of(encoder)
     load = partial(rocket.augment.encoder, encoder, prompt=prompt, device=engine.device)
     # A shard's numbers depend on how many rows come before it, and so does its name.
     tasks = [
         {
-            "name": _named(path.stem, [path], start, about),
+            "name": _named(path.stem, [path, *of_encoder], start, about),
             "path": str(path),
             "start": start,
         }
@@ -114,7 +116,8 @@ def choose(
         if start < end
     ]
     make = partial(_drawing, shots, config, budget, seed, load if encoder else None)
-    drawn = _largest(_done(tasks, make, Path(to), engine), budget)
+    kept = Path(os.path.expanduser(to))
+    drawn = _largest(_done(tasks, make, kept, engine), budget)
     if not drawn:
         why = f"with sampler hull lower components ({config.components}) or give more shots"
         refuse(
@@ -180,14 +183,17 @@ def score(
     """
     judged = [(name, task.compare, task.max_new_tokens) for name, task in own.items()]
     paths = loras.folders(Path(folder))
+    of_base = _files_of(base)
     tasks = []
     for at in range(0, len(paths), TOGETHER):
         group = paths[at : at + TOGETHER]
         files = chain.from_iterable(sorted(path.iterdir()) for path in group)
+        files = chain(files, of_base)
         name = _named(group[0].name, files, base, config, judged, *map(dict, shots))
         tasks.append({"name": name, "paths": [*map(str, group)]})
     make = partial(_scoring, paths[0], base, list(shots), config, own, engine.device)
-    parts = [pq.read_table(path) for path in _done(tasks, make, Path(to), engine)]
+    kept = Path(os.path.expanduser(to))
+    parts = [pq.read_table(path) for path in _done(tasks, make, kept, engine)]
     whole = pa.concat_tables(parts).to_pandas().set_index("name")
     # Within a group `bank.check` finds them; those of two groups show here.
     twins = list(whole.index[whole["digest"].duplicated(keep=False)])
@@ -214,7 +220,8 @@ def select(
     # All of it, with the M candidates' own cosines.
     base = fingerprint(model)
     names = ranked.index[ranked["candidate"]]
-    members = {name: loras.read(Path(folder) / name, model, base) for name in names}
+    place = Path(os.path.expanduser(folder))
+    members = {name: loras.read(place / name, model, base) for name in names}
     alike = rocket.choose.similarity(members, config)
     blank.loc[names, names] = alike.loc[names, names]
     return rocket.choose.select(scores, blank, config)
@@ -499,6 +506,18 @@ def _opened(path: str | Path) -> Iterator[pq.ParquetFile]:
 def _packed(columns: dict[str, Any]) -> bytes:
     pq.write_table(pa.table(columns), buffer := io.BytesIO())
     return buffer.getvalue()
+
+
+def _files_of(name: str) -> list[Path]:
+    """List what is read of a base or an encoder that is a folder; others are known by their name.
+
+    An encoder's pooling lies one folder below.
+    """
+    if not os.path.isdir(name):
+        return []
+    folder = Path(name)
+    paths = (*folder.iterdir(), *folder.glob("*/config.json"))
+    return sorted(path for path in paths if path.is_file())
 
 
 def _named(stem: str, files: Iterable[Path], *about: object) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from moebook.methods import rocket
 from moebook.methods.rivals import (
     arrow,
     lorahub,
@@ -18,6 +19,7 @@ from moebook.methods.rivals import (
     poly,
     smear,
 )
+from moebook.methods.rivals import rocket as mixture
 from moebook.methods.rivals.tuning import Data
 from moebook.models import checkpoint
 from moebook.models.checkpoint import fingerprint
@@ -96,6 +98,30 @@ def test_it_trains_generates_and_loads_and_leaves_the_base(
         # The random state is the caller's.
         torch.manual_seed(7)
         assert torch.equal(torch.rand(3), drawn)
+
+
+@pytest.mark.parametrize("rival", ["smear", "mixlora in the FFN"])
+def test_what_trained_of_the_base_trains_again_when_the_rival_is_off(
+    rival, model, bank, tmp_path
+):
+    module, changes = RIVALS[rival]
+    model.model.embed_tokens.requires_grad_(False)
+    trains = [part.requires_grad for part in model.parameters()]
+    done = module.attach(model, bank, module.Config.preset("bank", **changes))
+    folder = done.save(tmp_path / "saved")
+    for _ in range(2):
+        assert not model.lm_head.weight.requires_grad
+        done.detach()
+        assert [part.requires_grad for part in model.parameters()] == trains
+        done = module.load(model, folder)
+
+
+def test_what_trained_of_the_base_trains_again_when_rockets_mixture_is_off(model, bank):
+    model.model.embed_tokens.requires_grad_(False)
+    trains = [part.requires_grad for part in model.parameters()]
+    config = rocket.Config.preset("fixed", experts=len(bank), top_k=1)
+    mixture.attach(model, bank, config).detach()
+    assert [part.requires_grad for part in model.parameters()] == trains
 
 
 EDITED = [

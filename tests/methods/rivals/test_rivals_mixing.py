@@ -200,6 +200,26 @@ def test_mixing_weights_learn_at_their_own_rate_and_a_failure_takes_the_rival_of
     assert fingerprint(model) == before
 
 
+def test_a_lora_that_does_not_tell_its_base_is_attached_only_where_it_fits(model, lora):
+    good = lora(model, "a", 0)
+    wide = {
+        path: torch.nn.functional.pad(down, (0, 1)) for path, down in good.down.items()
+    }
+    short = {path.removeprefix("model."): down for path, down in good.down.items()}
+    ups = {path.removeprefix("model."): up for path, up in good.up.items()}
+    misfits = {
+        "E-SHAPE: 'a' turns 33 numbers into 32 at .*, the base 32": {"down": wide},
+        "E-KEYS: 'a' adapts layers.0.*, no linear layer": {"down": short, "up": ups},
+    }
+    before = [type(part) for part in model.modules()]
+    trains = [part.requires_grad for part in model.parameters()]
+    for message, changes in misfits.items():
+        misfit = replace(good, base=None, **changes)
+        refused(message, tuning.alone, model, misfit, learnt=True)
+        assert [type(part) for part in model.modules()] == before
+        assert [part.requires_grad for part in model.parameters()] == trains
+
+
 def test_mean_nats_are_those_of_the_labels_in_any_batch(model, rows):
     with torch.no_grad():
         logits = [

@@ -42,6 +42,9 @@ def test_the_noise_of_training_is_a_relaxed_bernoulli(tau):
     for each, shape in ((z, expit), (z**2, lambda t: expit(t) ** 2)):
         truth = logistic.expect(lambda noise, f=shape: f((1.5 + noise) / tau))
         assert each.mean() == pytest.approx(truth, abs=0.01)
+    # Of normal noise with these means half as much would be so far out.
+    far = logistic.cdf(-4)
+    assert (z < expit((1.5 - 4) / tau)).mean() == pytest.approx(far, rel=0.2)
 
 
 def test_evaluation_equals_pefts_poly(base, batch, make_bank):

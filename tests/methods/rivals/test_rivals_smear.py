@@ -261,6 +261,16 @@ def test_bad_input_is_one_line_and_the_base_comes_back(model, batch, merged):
     refused("E-MODEL: SMEAR reads input_ids", model.generate, **prompt)
     with pytest.raises(Refusal, match="E-MODEL: SMEAR reads one example a row"):
         model(batch["input_ids"], attention_mask=torch.zeros(3, 1, 9, 9))
+    each = {"full_attention": None}
+    refused(
+        "E-MODEL: SMEAR reads one example a row",
+        model,
+        batch["input_ids"],
+        attention_mask=each,
+    )
+    prompt = {"max_new_tokens": 2, "cache_implementation": "static"}
+    message = "E-MODEL: the cache is static, .*: leave cache_implementation away"
+    refused(message, model.generate, torch.tensor([[3, 4, 5]]), **prompt)
     with pytest.raises(
         Refusal, match="E-MODEL: the weights of smear depend on the input"
     ):

@@ -163,6 +163,9 @@ def test_what_is_no_bank_or_no_set_is_refused(model, base, lora, make_bank, tmp_
             "hub",
             {},
         ),
+        ("E-DATA: sets names no data set", bank.open_data, "", 3, "hub", {}),
+        ("E-RANGE: sets lists 'RACEs': did", bank.open_data, "RACEs", 3, "hub", {}),
+        ("E-RANGE: sets lists 'RACE' tw", bank.open_data, "RACE,RACE", 3, "hub", {}),
         (
             "E-DATA: no set of .* is 'gcdd'; did you mean 'gcd'",
             bank.make,

@@ -465,3 +465,22 @@ def test_loras_of_layers_of_other_widths_do_not_stand_in_one_group(widths):
     loras.check_alike([made("a", 3, 5), made("b", 3, 5)])
     words = r"E-SHAPE: 'a' and 'b': l is \[D, O\] = \[3, 5\] and "
     refused(words, loras.check_alike, [made("a", 3, 5), made("b", *widths)])
+
+
+def test_a_base_that_peft_notes_in_several_ways_is_one_where_it_is_one_folder(
+    model, lora, tmp_path, monkeypatch
+):
+    (tmp_path / "bases" / "llama").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to("bases/llama")
+    monkeypatch.chdir(tmp_path)
+
+    def noted(*bases):
+        provenances = [{"base": base} for base in bases]
+        return [lora(model, b["base"], 0, provenance=b) for b in provenances]
+
+    one = ["bases/llama", "./bases/llama", f"{tmp_path}/bases/llama/", "link"]
+    loras.check_alike(noted(*one))
+    fix = "or edit base_model_name_or_path in adapter_config.json if they are one"
+    for two in (("link", "other"), ("gone/llama", "./gone/llama"), ("link", "org/a")):
+        refused(f"E-BANK: .*PEFT notes it.*, {fix}", loras.check_alike, noted(*two))

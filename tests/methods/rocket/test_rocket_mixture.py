@@ -149,6 +149,24 @@ def test_removing_leaves_the_base_alone_and_one_expert_equals_its_lora(
     assert activation.load(shares)["entropy"].between(0, 1, inclusive="right").all()
 
 
+@pytest.mark.parametrize("frozen", ["", "model.norm.weight"])
+def test_what_trained_of_the_base_trains_again_after_removing(
+    frozen, model, bank, tmp_path
+):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name != frozen)
+    apply.build(model, list(bank.values()), rocket.Config())
+    folder = apply.save(model, tmp_path / "mixture")
+    for _ in range(2):
+        apply.remove(model)
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad is (name != frozen)
+        apply.load(model, folder)
+        assert sum(p.requires_grad for p in model.parameters()) == len(
+            apply.trained(model)
+        )
+
+
 def test_experts_of_half_precision_are_trained_in_single(base, make_bank):
     model = base(dtype=torch.bfloat16)
     bank = [cast(lora, torch.bfloat16) for lora in make_bank(model, 2).values()]
@@ -163,6 +181,7 @@ def test_what_makes_no_mixture_is_refused(model, base, bank, lora):
     other = base()
     torch.nn.init.zeros_(other.lm_head.weight)
     wide = [*four[:3], lora(model, "wide", 9, rank=6)]
+    head = [lora(model, f"h{n}", n, targets=("q_proj", "lm_head")) for n in range(4)]
     for host, loras, message in (
         (
             model,
@@ -171,8 +190,10 @@ def test_what_makes_no_mixture_is_refused(model, base, bank, lora):
         ),
         (model, wide, "E-BANK: 'a' and 'wide' differ in rank: 4 and 6"),
         (other, four, "E-BASE: 'a' belongs to base"),
+        (model, head, "E-KEYS: 'h0' adapts lm_head, outside of the decoder's layers"),
     ):
         refused(message, apply.build, host, loras, config)
+        assert all(parameter.requires_grad for parameter in host.parameters())
     refused("E-MODEL: the model has not been through rocket", apply.remove, model)
     apply.build(model, four, config)
     refused(

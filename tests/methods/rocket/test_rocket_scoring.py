@@ -253,6 +253,7 @@ def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
             call()
     for message, part, name, value in (
         ("config.logit_scale, expected one", model.config, "logit_scale", 0.5),
+        ("config.lm_head_multiplier, exp", model.config, "lm_head_multiplier", 0.5),
         ("a bias, expected one product", model, "lm_head", torch.nn.Linear(32, 300)),
         ("layer 1 has no attention", model.model.layers[1], "self_attn", None),
     ):
@@ -262,6 +263,36 @@ def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
         ):
             patch.setattr(part, name, value, raising=False)
             score()
+
+
+def test_loras_on_the_head_are_refused_since_it_runs_on_the_answers_alone(
+    score, model, make_bank
+):
+    bank = make_bank(model, targets=("q_proj", "lm_head"))
+    refused("E-KEYS: 'a' adapts lm_head, outside of the decoder", score, members=bank)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("MiniMax", {"num_local_experts": 2, "num_experts_per_tok": 1}),
+        ("FalconH1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8}),
+    ],
+)
+def test_a_model_that_keeps_a_state_for_a_row_reads_no_packs(
+    family, more, base, lora, tokenizer, shots
+):
+    model = base(family=family, **more)
+    path = "model.layers.0.self_attn.q_proj"
+    one = lora(model, "one", 0, targets=(path,))
+    refused(
+        "E-MODEL: .* keeps a state for a row.*: packed samples would mix",
+        scoring.log_perplexity,
+        model,
+        tokenizer,
+        {"one": one},
+        shots,
+    )
 
 
 @pytest.mark.parametrize("order", scoring.ORDERS)

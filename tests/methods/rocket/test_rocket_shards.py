@@ -7,6 +7,7 @@ import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -395,6 +396,75 @@ def test_shots_of_a_users_file_are_judged_by_its_rule(tmp_path, loras, monkeypat
             shards.score(*call, own={"own_verbs": task})
         assert judged.call_args.kwargs["own"]["own_verbs"].compare == rule
     assert judged.call_count == 2
+
+
+@pytest.fixture
+def by_weights(monkeypatch):
+    """Let the size of a base's weights stand for what it gives each LoRA on both rows."""
+
+    def scoring(first, base, *_):
+        size = float(Path(base, "model.safetensors").stat().st_size)
+
+        def work(task):
+            names = [Path(path).name for path in task["paths"]]
+            columns = {
+                kind: [[size] * 2] * len(names) for kind in shards.Scored._fields
+            }
+            return shards._packed({"name": names, "digest": names, **columns})
+
+        return work
+
+    monkeypatch.setattr(shards, "_scoring", scoring)
+
+
+def test_a_base_that_changes_in_its_folder_scores_anew(tmp_path, loras, by_weights):
+    base = tmp_path / "base"
+    base.mkdir()
+    call = (loras, str(base), ROWS, CONFIG, tmp_path / "to")
+    for content in (b"one", b"another"):
+        (base / "model.safetensors").write_bytes(content)
+        for _ in range(2):
+            assert (shards.score(*call).plain == len(content)).all(axis=None)
+    assert len([*(tmp_path / "to").iterdir()]) == 2
+
+
+def test_an_encoder_that_changes_in_its_folder_embeds_anew(tmp_path, monkeypatch):
+    reader = Mock(blocks=lambda rows, size: [drawn(1, len(rows))])
+    load = Mock(return_value=reader)
+    monkeypatch.setattr(augment, "encoder", load)
+    write(tmp_path / "open", [drawn(1, 20)])
+    pooling = tmp_path / "encoder" / "1_Pooling" / "config.json"
+    pooling.parent.mkdir(parents=True)
+    call = (drawn(0, 6), tmp_path / "open", CONFIG, tmp_path / "to")
+    for content in ("{}", '{"pooling_mode_cls_token": true}'):
+        pooling.write_text(content)
+        for _ in range(2):
+            shards.choose(*call, encoder=str(tmp_path / "encoder"))
+    assert load.call_count == 2
+
+
+def test_folders_below_home_are_found_and_made_there(
+    tmp_path, loras, by_weights, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "open", [drawn(1, 20)])
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "model.safetensors").write_bytes(b"one")
+    shards.choose(drawn(0, 6), tmp_path / "open", CONFIG, "~/chosen")
+    shards.score("~/bank", str(base), ROWS, CONFIG, "~/scored")
+    assert not (tmp_path / "~").exists()
+    assert [*(tmp_path / "chosen").iterdir()]
+    assert [*(tmp_path / "scored").iterdir()]
+    names = sorted(path.name for path in loras.iterdir())
+    nats = pd.DataFrame({0: range(5), 1: range(5)}, names, dtype=float)
+    scored = shards.Scored(nats, nats, nats > 2)
+    model, _ = models.load("nano")
+    found = [
+        shards.select(scored, at, model, CONFIG).experts for at in ("~/bank", loras)
+    ]
+    assert found[0] == found[1]
 
 
 class Actors(Nodes):
