@@ -210,9 +210,9 @@ def _told(
 ) -> Any:
     """Tell in one line what is wrong with the arguments ``names``, behind ``own`` others.
 
-    ``title`` is what pydantic calls the function or class. Whole numbers beyond every
-    float, which neither JSON nor a message can hold, are refused too, also in a list or
-    tuple.
+    ``title`` is what pydantic calls the function or class. Whole numbers of more than
+    1,023 bits, for which floats, JSON and messages have no room, are refused too, also
+    in a list or tuple.
     """
 
     @functools.wraps(function)
@@ -220,9 +220,9 @@ def _told(
         by_position = zip(names, args[own:], strict=False)
         for name, value in (*by_position, *values.items()):
             for part in value if isinstance(value, list | tuple) else [value]:
-                if type(part) is int and part.bit_length() > 1024:
+                if type(part) is int and part.bit_length() >= 1024:
                     have = f"{name} has a number of {part.bit_length()} bits"
-                    refuse("E-RANGE", f"{have}, expected at most 1024")
+                    refuse("E-RANGE", f"{have}, expected at most 1023")
         with in_one_line(names, letters, title):
             return function(*args, **values)
 

@@ -74,7 +74,10 @@ _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
 def load(
-    name: str, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    name: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, in evaluation mode.
 
@@ -117,7 +120,7 @@ def provenance(name: str) -> dict[str, Any]:
     return checkpoint.verify(Path(__file__).parent / name)
 
 
-def _folder(name: str) -> Path:
+def _folder(name: str | os.PathLike[str]) -> Path:
     """Find the folder of a base's name; ours, and any sealed one, must be whole."""
     here = Path(__file__)
     own: dict[str, Callable[[], Path]] = {
@@ -130,11 +133,14 @@ def _folder(name: str) -> Path:
     return folder
 
 
-def found(name: str, own: Mapping[str, Callable[[], Path]], what: str) -> Path:
+def found(
+    name: str | os.PathLike[str], own: Mapping[str, Callable[[], Path]], what: str
+) -> Path:
     """Find the folder of a name: one of our ``own``, a folder, or one of the hub."""
+    name = os.fspath(name)
     if name in own:
         return own[name]()
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # where a Path takes "" for the working directory
         return Path(name)
     hint = f"{nearest(name, own)}, a folder, or org/name@<40 hex digits of a commit>"
     return on_hub(name) or refuse("E-MODEL", f"no {what} '{name}': {hint}")

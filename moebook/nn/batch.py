@@ -82,12 +82,16 @@ def _asks(batch: Mapping[str, Any]) -> bool:
 
 
 def _check_range(who: str, name: str, tensor: Tensor, end: int) -> None:
-    """Refuse numbers outside [0, end), by what they are."""
+    """Refuse numbers outside [0, end), by what they are, and a mask of others than 0 and 1."""
     lowest = tensor.min().item()
     highest = tensor.max().item()
-    if lowest >= 0 and highest < end:
+    is_whole = name != MASK or bool(((tensor == 0) | (tensor == 1)).all())
+    if lowest >= 0 and highest < end and is_whole:
         return
     have = f"{who}: {name} are {lowest} to {highest}"
     if name == MASK:
         refuse("E-RANGE", f"{have}, expected 1 and 0")
-    refuse("E-VOCAB", f"{have}, the model knows 0 to {end - 1}: use its own tokenizer")
+    fix = "use its own tokenizer"
+    if name == LABELS and lowest < 0:
+        fix = f"say {IGNORED} for none"
+    refuse("E-VOCAB", f"{have}, the model knows 0 to {end - 1}: {fix}")

@@ -44,7 +44,10 @@ class Decision(NamedTuple):
     factor: float = 1.0
 
     def real(self) -> Decision:
-        """Return the decisions for the real tokens alone, ``[T, ...]``."""
+        """Return the decisions for the real tokens alone, ``[T, ...]``.
+
+        Without a mask all count as real: those in a `Trace` have none, its `padding` tells theirs.
+        """
         # No id is negative, so that without a mask every token is real.
         mask = self.ids[..., 0] >= 0 if self.mask is None else self.mask
         return Decision(
@@ -159,6 +162,8 @@ class Router(nn.Module):
                 "E-RANGE",
                 f"Router: top_k is {top_k}, expected 1 to {experts} (experts)",
             )
+        if dtype.itemsize < torch.float32.itemsize:
+            refuse("E-DTYPE", f"Router: dtype is {dtype}, expected float32 or float64")
         self.top_k = top_k
         self.layer = layer
         self.trace = trace

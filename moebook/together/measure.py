@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
 import torch
 from datasets import Dataset as Rows
+from pydantic import Field
 from torch import Tensor, nn
 
 from moebook import training
@@ -31,7 +32,11 @@ WRITTEN = 32  # tokens that are generated to time one
 
 @checked
 def texts(
-    tokenizer: Callable[..., Any], size: Count, *, length: Size = 128, seed: int = 0
+    tokenizer: Callable[..., Any],
+    size: Count,
+    *,
+    length: Annotated[Size, Field(ge=2)] = 128,
+    seed: int = 0,
 ) -> Rows:
     """Encode plain texts, ``size`` a domain, every token a label: what a base could do before."""
     drawn = [text for part in passages(size, seed).values() for text in part]
@@ -97,7 +102,13 @@ def _write(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
     for tokens in (1, WRITTEN):
         with evaluating(model), stopwatch(next(model.parameters()).device) as timed:
             model.generate(
-                **inputs, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False
+                **inputs,
+                min_new_tokens=tokens,
+                max_new_tokens=tokens,
+                do_sample=False,
+                num_beams=1,
+                max_time=None,
+                stop_strings=None,
             )
         seconds.append(timed.seconds)
     # The difference leaves out what both take: the prompts and the first token.

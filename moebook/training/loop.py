@@ -98,6 +98,7 @@ def fit(
     batches = Batches(train, plan.batch, seed=plan.seed, pad_id=pad_id)
     batches.check(vocabulary(model), longest(model))
     check_decay(model, plan)
+    _check_whole(model)
     total = plan.total(batches.per_epoch)
     device = next(model.parameters()).device
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=plan.bf16)
@@ -262,6 +263,13 @@ def _extra(penalty: Penalty, model: nn.Module) -> Tensor:
     return value
 
 
+def _check_whole(model: nn.Module) -> None:
+    """Refuse a model of which parts lie on a disk or have no values (E-DEVICE)."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        away = "parameters of the model are offloaded, or have no values"
+        refuse("E-DEVICE", f"{away}: load it whole, without device_map")
+
+
 def _stop(
     step: int,
     loss: float,
@@ -275,7 +283,9 @@ def _stop(
     saved = f"last checkpoint: step {max(steps)}" if steps else "unsaved"
     text = f"step {step + 1}: loss {loss}, penalty {extra}, gradient norm {norm}"
     text += f" on rows {batches.rows(step).tolist()}; the model is as after step {step}"
-    refuse("E-NONFINITE", f"{text} ({saved}): lower lr")
+    # Before the first update no rate has moved anything.
+    fix = "lower lr" if step else "look at the weights, the rows and the penalty"
+    refuse("E-NONFINITE", f"{text} ({saved}): {fix}")
 
 
 def _measure(

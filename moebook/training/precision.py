@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.boft import BOFTLayer
+from peft.tuners.hra import HRALayer
+from peft.tuners.ia3 import IA3Layer
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lycoris_utils import LycorisLayer
+from peft.tuners.oft import OFTLayer
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import Tensor, nn
 
 from moebook.errors import refuse
@@ -20,13 +26,19 @@ from moebook.nn.lora_mixture import LoraMixture
 
 CASTING = (Adapters, Experts, LoraMixture, Router, SplitExperts)
 """Modules of ours that compute beside a host in 16 bits: they cast what they read, or their own."""
+TUNERS = (
+    *(BOFTLayer, HRALayer, IA3Layer, LoraLayer, LycorisLayer, OFTLayer),
+    TrainableTokensLayer,
+)
+"""Layers of PEFT that do so: LoRA and DoRA, LoHa and LoKr, and others. VeRA's do not, nor copies of
+a host's norms (LN tuning), and what nobody tried is not counted."""
 
 
 def widen(model: nn.Module) -> None:
     """Turn what is to train in 16 bits into float32, in place and without changing a value.
 
     What is frozen keeps its dtype, so the model may hold two: then each module with parameters that
-    train must be one that computes in both, a LoRA of PEFT or one of `CASTING`. A module of the
+    train must be one that computes in both, of `CASTING` or of PEFT's `TUNERS`. A module of the
     host is not, and would fail in its first product.
 
     Raises:
@@ -62,7 +74,7 @@ def _casting(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(module, CASTING):
             yield module
-        elif isinstance(module, BaseTunerLayer):
+        elif isinstance(module, TUNERS):
             for name in module.adapter_layer_names:
                 yield from getattr(module, name).modules()
 

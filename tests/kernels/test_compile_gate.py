@@ -70,7 +70,7 @@ def kernels(dtype, tma):
             {**rows, "matrices": (2, half, deep)} if tma else {},
         )
         for forward in (False, True):
-            side = (chosen["BN"], deep) if forward else (deep, chosen["BN"])
+            side = (chosen["BN"], deep) if forward else (1, deep, chosen["BN"])
             yield (
                 grouped._product,
                 {"K": 2048, "N": 1024, "FORWARD": forward, **shared},

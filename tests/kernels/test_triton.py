@@ -63,6 +63,20 @@ def test_float32_is_multiplied_as_pytorch_is_told_by_either_name(name, value, wa
     assert precision == wanted
 
 
+def test_a_broken_expert_that_serves_no_token_spoils_no_gradient_of_its_neighbour():
+    sizes = SIZES | {"D": 64, "F": 40}  # 2F is no multiple of a block's depth
+    of = draw("experts", sizes, torch.float16, DEVICE)
+    of["logits"] = torch.tensor([[5.0, -5, -5, -5]] * sizes["T"], device=DEVICE)
+    of["x"].requires_grad_()
+    found = []
+    for number in (0.0, torch.inf):
+        of["gate_up"][1] = of["down"][1] = number
+        y = call("experts", of, "triton", K=1)
+        found.append((y, *torch.autograd.grad(y.float().sum(), of["x"])))
+    for whole, beside_broken in zip(*found, strict=True):
+        assert torch.equal(whole, beside_broken)
+
+
 def test_a_trained_expert_that_no_slot_names_has_a_gradient_of_zero():
     of = {name: t.requires_grad_() for name, t in given("split_experts").items()}
     slots = torch.tensor([-1, 0, -1, -1], device=DEVICE)

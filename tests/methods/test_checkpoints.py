@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import count
 
 import pytest
 import torch
@@ -328,9 +329,34 @@ def test_a_round_trip_brings_back_the_base_and_the_answers(sparse, batch):
     torch.testing.assert_close(model(**inputs).logits, want)
 
 
+def test_a_round_trip_compares_the_logits_of_real_tokens_alone(sparse, batch):
+    model = specialised(sparse())
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    for last in (9, 4):
+        padding = inputs["attention_mask"][:, -last:] == 0
+        passes = count()
+
+        def shift(module, args, output, where=padding, passes=passes):
+            output.logits[where] += next(passes)
+
+        handle = model.register_forward_hook(shift)
+        kept = torch.arange(9 - last, 9)
+        found = esft.round_trip(model, {**inputs, "logits_to_keep": kept})
+        handle.remove()
+        assert next(passes) == 3
+        assert padding.any()
+        assert found["loading"] == 0
+        assert found["merging"] == pytest.approx(0, abs=1e-5)
+        model = specialised(sparse())
+
+
 @pytest.mark.parametrize("options", [{}, OPTIONS])
 @pytest.mark.parametrize(
-    ("message", "late"), [("E-BASE", False), ("E-MEMORY: merged", True)]
+    ("message", "late"),
+    [
+        ("E-BASE: round_trip: weights that should be frozen have changed", False),
+        ("E-MEMORY: merged", True),
+    ],
 )
 def test_a_refused_round_trip_leaves_what_was_trained(
     message, late, options, sparse, batch, monkeypatch

@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
+    AfmoeConfig,
     AutoModelForCausalLM,
     MixtralConfig,
     OlmoeConfig,
@@ -32,6 +33,8 @@ HOSTS = {
         mlp_only_layers=[0],
     ),
     "nano-moe": None,  # DeepSeek's, with shared experts
+    # Its attention has a gate_proj, as experts had.
+    "afmoe": AfmoeConfig(**SHAPE, num_experts=4, moe_intermediate_size=24, head_dim=16),
 }
 
 
@@ -108,6 +111,15 @@ def test_a_strangers_lora_on_experts_moved_those_whose_product_is_not_zero(tmp_p
     added = (wanted[f"{key}down_proj"][2] - plain[f"{key}down_proj"][2]).norm()
     whole = sum(plain[key + n][2].norm() ** 2 for n in ("down_proj", "gate_up_proj"))
     assert table.change[1, 2] == pytest.approx(float(added / whole**0.5), rel=1e-4)
+
+
+def test_a_lora_that_peft_itself_cannot_load_is_refused(tmp_path):
+    folder = esft.export(with_lora("afmoe"), tmp_path / "lora")
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    settings["target_modules"].append("model.layers.0.self_attn.gate_proj")
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    words = "E-CONFIG: .*lora: PEFT cannot load it: Cannot convert PEFT target"
+    refused(words, esft.moved, host("afmoe"), folder)
 
 
 def test_folders_of_no_checkpoint_are_refused(tmp_path):

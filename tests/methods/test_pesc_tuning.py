@@ -64,10 +64,7 @@ def test_exactly_adapters_routers_and_the_asked_part_of_the_host_train(
     assert training == (set(before) if name == "full" else ours | lora)
     train(model, batch)
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
-    assert moved <= training
-    assert any(".adapters.up" in n for n in moved)
-    assert any(".router." in n for n in moved)
-    assert any(".lora_B." in n for n in moved) == ("lora" in name)
+    assert moved == training
 
 
 @pytest.mark.parametrize("name", HOSTS)

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -535,6 +535,19 @@ def test_a_half_precision_model_exports_close_to_itself(batch, mixed, tmp_path):
     assert (got - want).norm() / want.norm() < 0.1
 
 
+def test_a_model_in_float64_exports_as_it_is(batch, mixed, tmp_path):
+    model = mixed(shape={"dtype": torch.float64}, **MIXED)
+    plain = AutoModelForCausalLM.from_pretrained(
+        upcycling.export(model, tmp_path / "out")
+    )
+    # Its own choice on a CPU, grouped products, knows no float64.
+    plain.set_experts_implementation("eager")
+    got = plain(**batch).logits
+    want = model(**batch).logits
+    assert got.dtype == torch.float64
+    assert (got - want).norm() / want.norm() < 1e-6
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "shape", "form", "reason"),
     [
@@ -587,6 +600,17 @@ def test_a_refused_or_failed_export_leaves_nothing(host, mixed, tmp_path, monkey
     for given, code in ((host(), "E-MODEL"), (broken, "E-NONFINITE")):
         refused(code, upcycling.export, given, tmp_path / "out")
     refused("E-EXISTS", upcycling.export, model, tmp_path)
+    adapted = copy.deepcopy(model)
+    inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), adapted)
+    sampling = copy.deepcopy(model)
+    sampling.generation_config.temperature = 0.7  # and do_sample is not set
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "_twin", None)  # nothing is made for them
+        for given, words in (
+            (adapted, "the model holds LoRA or another adapter"),
+            (sampling, "the model's generation_config cannot be saved: .*temperature"),
+        ):
+            refused(f"E-MODEL: {words}", upcycling.export, given, tmp_path / "out")
     with monkeypatch.context() as patch:
         full = Mock(side_effect=OSError("No space left on device"))
         patch.setattr(exporting.checkpoint, "seal", full)

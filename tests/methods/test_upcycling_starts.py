@@ -11,6 +11,7 @@ from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache
 
 from moebook import models
 from moebook.analysis.routers import statistics
@@ -235,6 +236,12 @@ def test_batches_without_a_hit_are_not_run_and_the_model_comes_back_as_it_was(ho
     chunks.close()
     assert model.training
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_no_keys_and_values_are_kept_for_tokens_that_never_come(host, monkeypatch):
+    monkeypatch.setattr(DynamicCache, "update", None)  # would fail
+    upcycling.collect(host(), {"a": texts(1)})
+    perplexities(host(), DATA)
 
 
 def test_perplexities_are_those_of_one_row_at_a_time(host):

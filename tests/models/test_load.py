@@ -118,6 +118,20 @@ def test_a_name_that_is_unknown_or_not_pinned_or_lacks_its_package_is_refused(
     refused("nanoo", "E-MODEL: .*did you mean 'nano'")
 
 
+def test_a_name_that_no_file_system_holds_is_refused_and_a_path_is_a_name(
+    folder, monkeypatch
+):
+    monkeypatch.chdir(folder)
+    assert models.load(folder)[0].config.hidden_size == 32
+    for name, words in (
+        ("", "E-MODEL: no model ''"),
+        (folder / "none", f"E-MODEL: no model '{folder}/none'"),
+        ("x" * 300, "E-MODEL: no model 'x*'"),
+        ("x/" * 3000, "E-MODEL: no model 'x/"),
+    ):
+        refusals.refused(words, models.load, name)
+
+
 @pytest.mark.parametrize(
     "name", ["a--b/c", "a/b..c", "a/b.", "-a/b", "ä/b", "a/" + "b" * 97]
 )

@@ -48,6 +48,8 @@ def test_each_pass_replaces_the_one_before_and_a_copy_has_a_trace_of_its_own():
     assert decoder.tokens() == [5, 5]
     assert decoder.trace.decisions is not first
     assert decoder.trace.attention_mask.shape == (1, 5)
+    decoder(torch.randn(1, 5, 6))
+    assert decoder.trace.attention_mask is None
     twin = copy.deepcopy(decoder)
     assert twin.trace.decisions == {}
     twin(torch.randn(1, 4, 6))
@@ -87,6 +89,8 @@ def test_router_is_float32_under_autocast_and_reads_half_precision():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert router(torch.randn(2, 3, 6)).weights.dtype == torch.float32
     assert router(torch.randn(2, 3, 6).bfloat16()).weights.dtype == torch.float32
+    words = "E-DTYPE: Router: dtype is torch.bfloat16, expected float32 or float64"
+    refused(words, Router, 6, 4, 2, layer=0, dtype=torch.bfloat16)
 
 
 class Embedded(nn.Module):

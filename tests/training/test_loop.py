@@ -142,7 +142,9 @@ def test_one_seed_gives_the_same_bits_and_only_what_requires_a_gradient_moves(
         return fit(model, rows(), **settings, seed=seed, pad_id=2)
 
     first = train(1)
+    ended = {n: p.detach().clone() for n, p in model.named_parameters()}
     again = train(1)
+    assert all(torch.equal(p, ended[n]) for n, p in model.named_parameters())
     other = train(2)
     assert first.step == list(range(1, 7))
     assert first.tokens[-1] == 2 * sum(rows()["length"])
@@ -186,7 +188,7 @@ def test_a_bad_loss_stops_at_its_step_before_any_parameter_moves(
         return bad(model.model.norm.weight) if len(before) == 4 else before[0].sum() * 0
 
     with pytest.raises(
-        Refusal, match=r"E-NONFINITE: step 4: .*last checkpoint: step 2"
+        Refusal, match=r"E-NONFINITE: step 4: .*last checkpoint: step 2.*: lower lr"
     ):
         fit(
             model,
@@ -201,6 +203,13 @@ def test_a_bad_loss_stops_at_its_step_before_any_parameter_moves(
     assert torch.equal(weights(model), before[-1])
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-2"]
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_bad_first_loss_is_not_put_down_to_the_rate(tiny, rows):
+    model = tiny()
+    model.model.norm.weight.data.fill_(math.nan)
+    fix = "look at the weights, the rows and the penalty"
+    refused(f"E-NONFINITE: step 1: loss nan.*: {fix}", fit, model, rows(), steps=1)
 
 
 def random_states():
@@ -232,6 +241,7 @@ def test_training_leaves_the_surroundings_as_they_were(
     [
         ({"steps": 2, "epochs": 1}, "E-USAGE: steps"),
         ({"lr": math.nan}, "E-RANGE: lr"),
+        ({"lr": 2**1024 - 1}, "E-RANGE: lr has a number of 1024 bits"),
         ({"betas": (0.9, 1.0)}, "E-RANGE: betas"),
         ({"schedule": "cosin"}, "E-CHOICE: .*'cosine'"),
         ({"optimizer": "paged_32bit"}, "E-DEVICE: optimizer"),
@@ -300,6 +310,12 @@ def test_models_that_cannot_be_trained_or_not_in_parts_are_refused(
     refused(
         "E-CHOICE: ACCELERATE_USE_FSDP was set too late", fit, lora(), rows(), steps=1
     )
+
+
+def test_a_model_with_parts_elsewhere_is_refused_in_one_line(tiny, rows):
+    model = tiny()
+    model.lm_head.to("meta")
+    refused("E-DEVICE: parameters of the model are offloaded", fit, model, rows())
 
 
 class Plain(nn.Embedding):
@@ -414,6 +430,20 @@ def test_a_label_that_no_token_foretells_is_no_label(places, tiny):
     told = "who: no token of the batch has a label"
     refused(f"E-DATA: {told}", check_batch, "who", tiny(), batch, needs=["labels"])
     check_batch("who", tiny(), batch | {"labels": labels}, needs=["labels"])
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"attention_mask": torch.tensor([[1, 0.5, 1, 1]])}, "E-RANGE: .*0.5 to 1.0,"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1.9]])}, "E-RANGE: .*1 and 0"),
+        ({"labels": torch.tensor([[-1, 4, 5, 6]])}, "E-VOCAB: .*: say -100 for none"),
+        ({"labels": torch.tensor([[3, 4, 5, 300]])}, "E-VOCAB: .*its own tokenizer"),
+    ],
+)
+def test_masks_of_shares_and_labels_of_no_token_are_refused(part, words, tiny):
+    batch = {"input_ids": torch.tensor([[3, 4, 5, 6]]), **part}
+    refused(words, check_batch, "who", tiny(), batch)
 
 
 def test_a_batch_is_the_one_padded_by_hand_and_leaving_out_logits_changes_no_loss(

@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import (
+    HRAConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    TrainableTokensConfig,
+    VeraConfig,
+    get_peft_model,
+    inject_adapter_in_model,
+)
 from torch import nn
 
 from moebook.training import fit, step_memory, widen
@@ -119,6 +131,47 @@ def test_a_part_of_a_16_bit_host_is_not_trained_beside_the_rest(path, tiny, rows
     model = tiny(tie_word_embeddings=False).requires_grad_(False)
     model.get_submodule(path).requires_grad_(True)
     fit(model, rows(), steps=1, **RECIPE)
+
+
+QUERIES = {"target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LNTuningConfig(target_modules=["input_layernorm"]),
+        VeraConfig(r=4, **QUERIES),
+    ],
+)
+# PEFT's, of a norm, which has no two sides.
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")
+def test_an_adapter_that_does_not_cast_is_not_trained_on_a_16_bit_host(
+    settings, tiny, rows
+):
+    model = get_peft_model(tiny().bfloat16(), settings, autocast_adapter_dtype=False)
+    line = "E-DTYPE: .* is torch.bfloat16 and is to train, .*load the base in float32"
+    refused(line, fit, model, rows(), steps=1, **RECIPE)
+    fit(get_peft_model(tiny(), settings), rows(), steps=1, **RECIPE)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LoraConfig(r=4, use_dora=True, **QUERIES),
+        IA3Config(feedforward_modules=[], **QUERIES),
+        LoHaConfig(r=4, **QUERIES),
+        LoKrConfig(r=4, **QUERIES),
+        OFTConfig(r=0, oft_block_size=4, **QUERIES),
+        HRAConfig(r=4, **QUERIES),
+        TrainableTokensConfig(token_indices=[3, 4], target_modules=["embed_tokens"]),
+    ],
+)
+def test_an_adapter_that_casts_trains_in_float32_on_a_16_bit_host(settings, tiny, rows):
+    host = tiny(tie_word_embeddings=False).bfloat16()
+    model = get_peft_model(host, settings, autocast_adapter_dtype=False)
+    fit(model, rows(), steps=1, **RECIPE)
+    assert dtypes(model, trained=True) == {torch.float32}
+    assert dtypes(model, trained=False) == {torch.bfloat16}
 
 
 def test_wider_parameters_and_float32_ones_stay_as_they_are():

@@ -181,6 +181,10 @@ def _product(
             if FORWARD:
                 top = place * N
                 b = block_of(matrices, top + column, first, top + N, K, BN, BK, TMA).T
+            elif TMA:
+                # Beyond a matrix it is 0: of the next one a row's 0 would not cancel infinity.
+                b = matrices.load([place.to(tl.int32), first, column])
+                b = tl.reshape(b, (BK, BN))
             else:
                 top = place * K
                 b = block_of(matrices, top + first, column, top + K, N, BK, BN, TMA)
@@ -301,13 +305,14 @@ def product(
     tma = fetched(rows.dtype, rows.device, width, columns)
     deep = chosen["BK"]
     wide = chosen["BN"]
+    block = (wide, deep) if forward else (1, deep, wide)
     most = programs(rows.device)
     for bank, share in zip(banks, by.shares, strict=True):
         if len(rows) and len(bank):
             work = len(share[0]) * triton.cdiv(columns, wide)
             _product[(min(most, work),)](
                 view(rows, (chosen["BM"], deep), tma),
-                view(bank, (wide, deep) if forward else (deep, wide), tma),
+                view(bank, block, tma),
                 # Without a gate no pointer to it is read: any will do.
                 out if gate is None else gate,
                 out,

@@ -24,7 +24,7 @@ from moebook.models import checkpoint
 from moebook.models.anatomy import Layer, anatomy, incompatibility, sparse_layers
 from moebook.models.lora import put_on, refuse_adapted
 from moebook.nn import SplitExperts
-from moebook.nn.batch import check_batch
+from moebook.nn.batch import IDS, MASK, check_batch
 from moebook.settings import Size, checked, settings
 
 EXPERTS = "experts.json"
@@ -182,9 +182,10 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
 def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
     """Take a trained model apart and put it together again: save, restore, load, merge.
 
-    Returns the largest differences of a logit, for ``input_ids`` and ``attention_mask [B, T]``,
-    after ``loading`` and ``merging``; ``base unchanged``: 1 after `restore`; ``bytes`` saved.
-    Where it fails, the model is as it was; for that, what trains is in memory twice.
+    Returns the largest differences of a logit of a real token, for ``input_ids`` and
+    ``attention_mask [B, T]``, after ``loading`` and ``merging``; ``base unchanged``: 1, or it is
+    refused (E-BASE); ``bytes`` saved. Where it fails, the model is as it was; for that, what trains
+    is in memory twice.
     """
     base = checkpoint.origin(model, Origin).base
     check_batch("round_trip", model, batch)
@@ -195,15 +196,25 @@ def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float
         want = model.eval()(**inputs).logits
         folder = save(model, Path(scratch) / "task")
         size = sum(path.stat().st_size for path in folder.iterdir())
-        unchanged = checkpoint.fingerprint(restore(model)) == base
+        if checkpoint.fingerprint(restore(model)) != base:
+            changed = "weights that should be frozen have changed since specialise"
+            refuse("E-BASE", f"round_trip: {changed}; load the base again")
         loaded = load(model, folder)(**inputs).logits
         merged = merge(model)(**inputs).logits
+    mask = inputs.get(MASK, torch.ones_like(inputs[IDS])).bool()
+    real = mask[:, -want.shape[1] :]  # logits may be of the last columns alone
     return {
-        "base unchanged": float(unchanged),
-        "loading": float((loaded - want).abs().max()),
-        "merging": float((merged - want).abs().max()),
+        "base unchanged": 1.0,
+        "loading": _apart(loaded, want, real),
+        "merging": _apart(merged, want, real),
         "bytes": float(size),
     }
+
+
+def _apart(logits: Tensor, want: Tensor, real: Tensor) -> float:
+    """Return the largest difference of logits ``[B, T, V]`` at real tokens ``[B, T]``."""
+    largest = (logits - want).abs().amax(-1)  # [B, T]
+    return float(largest.masked_fill(~real, 0).max())
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moebook.errors import located, refuse
 from moebook.methods.esft.apply import EXPERTS, load, merge
-from moebook.models.anatomy import Layer, anatomy, incompatibility, sparse_layers
+from moebook.models.anatomy import GATED, Layer, anatomy, incompatibility, sparse_layers
 from moebook.models.load import load as load_model
 from moebook.models.lora import ADAPTER, SETTINGS, TENSORS, write_folder
 from moebook.settings import Place, checked
@@ -29,8 +29,8 @@ def export(model: nn.Module, folder: Place) -> Path:
 
     ``PeftModel.from_pretrained(base, folder)`` then gives the same logits, up to rounding.
     Routed experts are ``target_parameters``, ``A [E * R, in]`` and ``B [out, E * R]``. So
-    are linear layers outside of attention: PEFT would take their names for those that
-    experts had before transformers fused them.
+    are linear layers outside of attention, and a gate in it (AFMoE): PEFT would take their
+    names for those that experts had before transformers fused them.
 
     Raises:
         Refusal: E-MODEL for a model without such LoRA, E-EXISTS for a folder that is
@@ -50,7 +50,7 @@ def export(model: nn.Module, folder: Place) -> Path:
         if isinstance(part, ParamWrapper):  # wrappers of one module lie in one another
             owner = name.replace(".base_layer", "")
             parameters.append(f"{owner}.{part.parameter_name}")
-        elif part in in_attention:
+        elif part in in_attention and name.rpartition(".")[2] not in GATED:
             modules.append(name)
         else:
             parameters.append(f"{name}.weight")
@@ -95,7 +95,8 @@ def moved(base: nn.Module, folder: Place) -> pd.DataFrame:
 
     Raises:
         Refusal: E-NOFILE for a folder of none of these, E-BASE for one of another base,
-            E-SHAPE for one whose experts are of another shape.
+            E-CONFIG for one that PEFT cannot load, E-SHAPE for one whose experts are of
+            another shape.
     """
     before = sparse_layers(base)
     after = sparse_layers(_trained(base, Path(folder)))
@@ -118,7 +119,10 @@ def _trained(base: nn.Module, folder: Path) -> nn.Module:
         if not (folder / TENSORS).is_file():
             refuse("E-NOFILE", f"{folder}: no {TENSORS}; save it as safetensors")
         with located(folder):
-            adapted = PeftModel.from_pretrained(deepcopy(base), folder)
+            try:
+                adapted = PeftModel.from_pretrained(deepcopy(base), folder)
+            except ValueError as error:
+                refuse("E-CONFIG", f"PEFT cannot load it: {error!s:.200}")
             merged: nn.Module = adapted.merge_and_unload()
             return merged
     if (folder / "config.json").is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from moebook.methods.upcycling.apply import Origin
 from moebook.methods.upcycling.config import Config
 from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
+from moebook.models.lora import refuse_adapted
 from moebook.nn import evaluating
 from moebook.settings import Place, checked
 
@@ -65,6 +67,7 @@ def export(
     """
     target = Path(folder)
     source = checkpoint.origin(model, Origin)
+    refuse_adapted(model)
     if target.exists():
         refuse(
             "E-EXISTS", f"{target} exists already: choose another folder or remove it"
@@ -73,6 +76,7 @@ def export(
     rows = len(model.get_input_embeddings().weight)
     if tokenizer is not None and len(tokenizer) > rows:
         refuse("E-VOCAB", f"{len(tokenizer)} tokens, but the embedding has {rows} rows")
+    _check_generation(model)
     asked = [form] if form else list(FORMS)
     problems = {each: _problem(model, source.config, each) for each in asked}
     fitting = [each for each, problem in problems.items() if problem is None]
@@ -87,6 +91,15 @@ def export(
             # Chat templates stay in the configuration: a sealed folder is flat.
             tokenizer.save_pretrained(stage, save_jinja_files=False)
     return target
+
+
+def _check_generation(model: PreTrainedModel) -> None:
+    """Refuse a generation config that transformers does not save, before anything is made."""
+    try:
+        with TemporaryDirectory() as folder:
+            model.generation_config.save_pretrained(folder)
+    except ValueError as error:
+        refuse("E-MODEL", f"the model's generation_config cannot be saved: {error}")
 
 
 def _problem(model: PreTrainedModel, config: Config, form: str) -> str | None:
@@ -143,6 +156,8 @@ def _twin(model: PreTrainedModel, form: str, config: Config) -> PreTrainedModel:
     # On meta, as its weights are the model's own: `assign` puts them in.
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(configuration, dtype=model.dtype).eval()
+    # Loops over experts: the fused products of other forms know no float64.
+    twin.set_experts_implementation("eager")
     # Experts have the same names and shapes there; the router is called `gate`.
     state = {
         name.replace(".mlp.router.", ".mlp.gate."): tensor.to(model.dtype)

@@ -72,7 +72,7 @@ def perplexities(
             check_batch("perplexities", model, batch)
             actual = batch.pop("labels")[:, 1:].to(device)  # [B, T - 1]
             inputs = {key: value.to(device) for key, value in batch.items()}
-            logits = model(**inputs).logits  # [B, T, V]
+            logits = model(**inputs, use_cache=False).logits  # [B, T, V]
             # PPL = exp(mean of -ln p over the answer's tokens). A place predicts the
             # next token; the prompt's, which bear no label, add 0.
             nats = token_nats(logits[:, :-1], actual).double().sum(1)  # [B]
@@ -331,8 +331,8 @@ def _forward(
         if name in batch
     }
     with hooked(seen, see):
-        # Without the head: nobody reads logits.
-        host.decoder(**inputs)
+        # Without the head or a KV cache: nobody reads either.
+        host.decoder(**inputs, use_cache=False)
     return torch.stack([points[layer.index] for layer in host.layers])
 
 
