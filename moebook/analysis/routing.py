@@ -162,10 +162,11 @@ def contrast(shares: Shares, one: str, other: str) -> tuple[float, float]:
 @checked
 def panels(shares: Shares, most: Count = 4) -> dict[str, pd.DataFrame]:
     """Arrange `shares` for heat maps, domains by experts, of ``most`` layers."""
-    last = int(shares.layer.max())
-    # Evenly spaced, from the first layer on.
-    count = min(most, last + 1)
-    layers = set(np.linspace(0, last, count).astype(int))
+    present = sorted(shares.layer.unique())  # not every layer has a router
+    # Evenly spaced among these, from the first on.
+    count = min(most, len(present))
+    places = np.linspace(0, len(present) - 1, count).astype(int)
+    layers = {present[place] for place in places}
     tables = {}
     for layer, of_layer in shares.groupby("layer"):
         if layer in layers:

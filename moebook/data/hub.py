@@ -12,7 +12,7 @@ import os
 import random
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +39,8 @@ with formed(Path(__file__).with_name("catalogue.yaml")) as _FILE:
     MIXTURES: dict[str, dict[str, int]] = _FILE["mixtures"]
     COPIES: dict[str, str] = _FILE["copies"]
 FileName = Annotated[str, Field(min_length=1), NAMED]
+# A name and its commit; a name has = in parentheses alone, as in "Toolformer (th=0.6)".
+_PIN = re.compile(r"((?:[^=(]|\([^)]*\))+)=([^=]*)")
 # Of a data set: a commit of the hub's repository, or a folder.
 Origin = Annotated[str | Path, NAMED] | None
 
@@ -64,17 +66,22 @@ def load(
 
 
 @checked
-def pins(text: str, data: Place = "") -> dict[str, Origin]:
+def pins(
+    text: str, data: Place = "", known: Collection[str] = CATALOGUE
+) -> dict[str, Origin]:
     """Read commits by data set from ``name=commit,name=commit``; "" names none.
 
-    All other data sets are found in the folder ``data``, or, without one, nowhere.
+    The data sets are among the ``known``; all that are not named are found in the folder
+    ``data``, or, without one, nowhere.
     """
     commits: dict[str, Origin] = {}
     for pair in filter(None, text.split(",")):
-        name, _, commit = pair.partition("=")
-        if pair.count("=") != 1 or name in commits:
+        pin = _PIN.fullmatch(pair)
+        name, commit = (part.strip() for part in pin.groups()) if pin else ("", "")
+        if not pin or name in commits:
             expected = "expected name=commit,name=commit, each name once"
             refuse("E-PIN", f"revisions is '{text}', {expected}")
+        refuse_unknown(name, known, "E-PIN", f"revisions names no data set '{name}';")
         commits[name] = commit
     place = folder(data)
     return defaultdict(lambda: place, commits)

@@ -96,7 +96,8 @@ def evaluate(
     by likelihoods that are divided by their texts' length. A benchmark counts
     as lm-eval does: exact match, else accuracy by likelihood normalised by length, else
     plain accuracy. A group stands for its members; ``split`` is of tasks that are no
-    benchmarks, ``all`` for every row of your file. They are asked in the chat
+    benchmarks, ``all`` for every row of your file. Of each task ``limit`` items are
+    asked at most, with None all of them. They are asked in the chat
     ``format``. With ``chat`` benchmarks are, too, for a model trained on such rows;
     programs never. ``data`` is a folder of the
     benchmarks' data sets, in whose name ``$NAME`` stands in the environment, or "".

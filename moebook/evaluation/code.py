@@ -20,6 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -117,7 +118,8 @@ def rows(
     """Have programs written and judged: a row an item, as in `evaluate`'s table.
 
     A folder ``keep`` has a file an item, written when its programs are judged; what is
-    there is not asked again, and must be of the same model, asked in the same way.
+    there is not asked again, whatever ``k``, and must be of the same model, asked in the
+    same way.
     """
     ((name, task),) = tasks.items()
     items = list(islice(task.eval_docs, limit))
@@ -170,10 +172,11 @@ def _programs(
 ) -> list[Programs]:
     """Take the programs that are kept; have the others written and judged."""
     model = hashed(lm.model.state_dict()) if keep else ""
+    how = replace(sampling, k=1)  # which the estimate alone is about
     digests = {}
     programs: dict[str, Programs] = {}
     for item in asked:
-        question = f"{model} {sampling} {item}"
+        question = f"{model} {how} {item}"
         digests[item.name] = text_digest(question)
         path = Path(keep) / f"{item.name}.json"
         if keep and path.exists():

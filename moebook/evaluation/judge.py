@@ -23,7 +23,7 @@ from pydantic import Field, SkipValidation
 from sklearn.metrics import roc_auc_score
 
 from moebook.data import tasks
-from moebook.errors import Refusal, extra, refuse, refuse_unknown
+from moebook.errors import Refusal, extra, refuse, refuse_unknown, shown
 from moebook.runtime import progress
 from moebook.settings import Count, Positive, checked, columns, settings
 from moebook.storage import formed, read_json, text_digest, write
@@ -343,23 +343,31 @@ def graded(
 ) -> pd.DataFrame:
     """Grade what `evaluate` found of embedded tasks' test rows: the table with a ``grade``.
 
-    A table of other rows, whose answers belong to other questions, is refused (E-DATA).
+    A table of other rows, whose answers belong to other questions, is refused (E-DATA), and
+    nothing is asked before the whole table is known to be good.
     """
-    parts = []
-    for name, of_task in table.groupby("task", sort=False):
+    groups = table.groupby("task", sort=False)
+    asked: dict[str, list[Row]] = {}
+    for name, of_task in groups:
         refuse_unknown(str(name), KIND_OF, "E-NAME", f"no rubric for task '{name}';")
-        asked = []
+        asked[name] = []
         rows = tasks.rows(str(name), "test", len(of_task))
         if [row["answer"] for row in rows] != list(of_task.answer):
             other = f"the answers of {name} are not those of its first test rows"
             fix = "give all rows of a table that was evaluated with split='test'"
             refuse("E-DATA", f"{other}; {fix}")
         for row, output in zip(rows, of_task.output, strict=True):
+            if not isinstance(output, str):
+                wrong = f"an output of {name} is {shown(output)}, expected a text"
+                fix = "read a file of them with dtype=str"
+                refuse("E-DATA", f"{wrong}; {fix}")
             question = {"prompt": row["prompt"], "reference": row["answer"]}
-            asked.append({**question, "answer": output})
-        scores = judge.scores(KIND_OF[str(name)], asked)
-        parts.append(of_task.assign(grade=scores))
-    return pd.concat(parts)
+            asked[name].append({**question, "answer": output})
+    grades = np.empty(len(table))
+    places = groups.indices
+    for name, questions in asked.items():
+        grades[places[name]] = judge.scores(KIND_OF[name], questions)
+    return table.assign(grade=grades)
 
 
 @checked

@@ -235,18 +235,19 @@ def rankings(case: Case, bank: Bank, config: rocket.Config) -> pd.DataFrame:
     """Return the three rankings of a bank's LoRAs, and what they rank by; 1 is the best.
 
     R_D ranks groups; of a LoRA it is the best rank of a group of candidates with it, and missing
-    where it is no candidate. ``R_answers`` ranks by the perplexity of the answers alone.
+    where it is no candidate. ``R_answers`` ranks by the perplexity of the answers alone. A LoRA
+    without a finite perplexity has no rank.
     """
     arm = Arm(config=config)
     selection = pipeline.selected(case, arm, bank)
     bare = pipeline.selected(case, replace(arm, rationales=False), bank)
-    table = selection.candidates.copy()
+    table = selection.candidates.reindex(list(bank))
     table["R_answers"] = bare.candidates["R_P"]
     # A line for each member of a group.
     by_member = selection.groups.explode("members").groupby("members")
     table["R_D"] = by_member["R_D"].min().reindex(table.index)
     columns = ["log_perplexity", "accuracy", "R_P", "R_A", "R_D", "R_answers"]
-    return table.loc[list(bank), columns]
+    return table[columns]
 
 
 RIGHT = "right answers"

@@ -255,14 +255,19 @@ class Budgets:
         return evaluation.by_benchmark(answers)
 
     def choose_rates(self, run: Recorder) -> Rates:
-        """Return each arm's rate: the best of the grid with a share of the tokens, or the one."""
+        """Return each arm's rate: the best of the grid with a share of the tokens, or the one.
+
+        An arm that is trained again alone has its rate chosen as the others have.
+        """
         grid = rates.grid(self.settings)
+        again = filter(None, self.settings["again"].split(","))
+        names = list(dict.fromkeys([*self.arms, *again]))
         if len(grid) == 1:
-            return Rates(dict.fromkeys(self.arms, grid[0]))
+            return Rates(dict.fromkeys(names, grid[0]))
 
         def loss(name: str, rate: float) -> float:
             amount = self.settings["rate_share"] * self.amounts["tokens"]
-            done = train(self.setup, self.arms[name], lr=rate, amount=amount)
+            done = train(self.setup, self.known[name], lr=rate, amount=amount)
             by_task = [
                 training.nats(done.model, part, pad_id=self.setup.pad_id)
                 for part in self.valid
@@ -271,7 +276,7 @@ class Budgets:
             run.record(f"{self.root}/rate/{name}/{rate:g}", nats, "nats")
             return nats
 
-        return rates.choose(self.arms, grid, loss)
+        return rates.choose(names, grid, loss)
 
     def run(self, name: str, rate: float) -> Result:
         """Train an arm until the tokens are spent, and test it."""
@@ -281,12 +286,11 @@ class Budgets:
         return Result(trained, self.test(trained.model))
 
     def run_again(self, name: str, best: Rates) -> Result:
-        """Train an arm until the FLOPs are spent, at the rate that was chosen for it, if any."""
-        first = rates.grid(self.settings)[0]
+        """Train an arm until the FLOPs are spent, at the rate that `choose_rates` gave it."""
         trained = train(
             self.setup,
             self.known[name],
-            lr=best.by_arm.get(name, first),
+            lr=best[name],
             amount=self.amounts["flops"],
             kind="flops",
         )

@@ -221,7 +221,7 @@ def shipped(
     if settings["source"] == "embedded":
         rows: Any = rocket.bank.embedded(most, names=bank)
     else:
-        pins = hub.pins(settings["revisions"])
+        pins = hub.pins(settings["revisions"], known=rocket.bank.SETS)
         rows = {
             name: rocket.bank.source_rows(name, pins.get(name))[:most] for name in bank
         }

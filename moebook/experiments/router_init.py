@@ -124,6 +124,9 @@ def _needs(name: str, settings: Settings) -> Complaints:
     if tasks.is_file(settings["mix"]):
         with suppress(Refusal):  # of which `needs.files` complains
             yield from _lacks(name, domains, tasks.find(settings["mix"]))
+        if planned.start in upcycling.MODES:
+            why = f"{name} deals tasks out to {planned.experts} experts, and a file is one"
+            yield f"mix = {settings['mix']!r}: {why}; take another mix, {leave}"
     if settings["mix"] != "embedded":  # whose rows have all domains, whatever is tested
         return
     rows = _rows_by_domain(settings)

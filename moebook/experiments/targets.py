@@ -110,7 +110,7 @@ def rows(settings: Settings) -> Pool:
     source = settings["source"]
     # The rivals' notebook has no folder of the hub's data sets.
     folder = settings.get("data_folder", "")
-    pins = hub.pins(settings["revisions"], folder)
+    pins = hub.pins(settings["revisions"], folder, rocket.bank.SETS)
     annotated, held_out = rocket.bank.targets(
         [own.get(name, name) for name in names], source, pins, settings["test_split"]
     )
@@ -128,7 +128,7 @@ def rows(settings: Settings) -> Pool:
 
 def load_bank(settings: Settings, model: nn.Module, tokenizer: Any) -> dict[str, Lora]:
     """Load the bank that the parameters name, or train one into the folder that they name."""
-    pins = hub.pins(settings["revisions"], settings["data_folder"])
+    pins = hub.pins(settings["revisions"], settings["data_folder"], rocket.bank.SETS)
     rank = settings["bank_rank"]
     sizes = {"rank": rank, "alpha": float(rank)}
     return bank_of(settings, model, tokenizer, pins=pins, **sizes)

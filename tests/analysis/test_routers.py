@@ -257,6 +257,25 @@ def test_stacks_and_panels_show_the_same_layers():
     assert stacks["layer 8"].tolist() == pytest.approx([90 / 400, 310 / 400])  # slots
 
 
+@pytest.mark.parametrize(
+    ("layers", "most", "shown"),
+    [
+        (range(1, 4), 1, (1,)),  # the first of four layers is dense
+        (range(1, 4), 4, (1, 2, 3)),
+        (range(0, 24, 2), 4, (0, 6, 14, 22)),  # every other layer has experts
+        (range(3, 61), 4, (3, 22, 41, 60)),
+    ],
+)
+def test_panels_and_stacks_are_spaced_over_the_layers_that_have_routers(
+    layers, most, shown
+):
+    of_layers = [frame({"a": [0.9, 0.1]}, layer=layer) for layer in layers]
+    shares = pd.concat(of_layers)
+    names = [f"layer {layer}" for layer in shown]
+    assert list(routing.panels(shares, most)) == names
+    assert list(routing.stacks(shares, most)) == names
+
+
 def sets(*tokens):
     """One layer of activated experts out of 4 for each token, ``[1, T, 4]``."""
     activated = torch.zeros(1, len(tokens), 4, dtype=torch.bool)

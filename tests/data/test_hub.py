@@ -252,7 +252,18 @@ def test_the_real_sets_give_the_rows_of_the_real_mixture(shared):
 
 def test_commits_and_names_are_read_or_refused():
     assert hub.pins("") == {}
-    assert hub.pins(f"gsm8k={COMMIT},ARC-c=1") == {"gsm8k": COMMIT, "ARC-c": "1"}
+    pinned = {"gsm8k": COMMIT, "mbpp": "1"}
+    assert hub.pins(f"gsm8k={COMMIT}, mbpp = 1") == pinned
+    named = "Toolformer (th=0.6)"  # one of Rocket's bank
+    pinned = {named: COMMIT, "mbpp": "1"}
+    known = [*hub.CATALOGUE, named]
+    assert hub.pins(f"{named}={COMMIT},mbpp=1", known=known) == pinned
+    for text in (named, f"{named}={COMMIT}=1", f"{named}=1,{named}=1"):
+        with pytest.raises(Refusal, match="E-PIN: revisions is 'Toolformer"):
+            hub.pins(text, known=known)
+    for name in ("gms8k", ""):
+        words = f"E-PIN: revisions names no data set '{name}'; "
+        refused(words, hub.pins, f"mbpp=1,{name}={COMMIT}" if name else f" ={COMMIT}")
     for text in ("gsm8k", "gsm8k=1=2", "gsm8k=1,gsm8k=2"):
         refused(f"E-PIN: revisions is '{text}', expected name=commit", hub.pins, text)
     for revision in (None, "main", "v1.0", "0" * 40, COMMIT[:12], COMMIT.upper()):

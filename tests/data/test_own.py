@@ -119,6 +119,21 @@ def test_a_file_that_changes_is_read_again(tmp_path):
     assert first[1] == "gcd"
 
 
+OTHERS = "prompt_id Prompts promptId answer_id answers system_id rationale_en domain_id"
+
+
+@pytest.mark.parametrize("name", OTHERS.split())
+def test_a_field_named_after_one_of_the_schema_is_left_alone(tmp_path, name):
+    task = Task.from_jsonl(put(tmp_path, ROW | {name: 7}))
+    assert task.rows("all", 1)[0]["prompt"] == ROW["prompt"]
+
+
+@pytest.mark.parametrize("name", ["sytem", "System", "rationlae", "domian", "spilt"])
+def test_a_misspelt_field_that_the_row_lacks_is_refused(tmp_path, name):
+    words = f"E-DATA: .*:1: unknown field '{name}'; did you mean '"
+    refused(words, Task.from_jsonl, put(tmp_path, ROW | {name: "a"}))
+
+
 ODD = {
     "unknown field 'promt'; did you mean 'prompt'": {"promt": "a", "answer": "b"},
     "field 'prompt' is missing; the row has question, answer": {

@@ -247,8 +247,15 @@ def test_programs_are_written_judged_and_kept(
     assert evaluation.summary(table).loc["humaneval", "its standard error"] == 0
     kept = json.loads((tmp_path / "kept" / "humaneval-0.json").read_text())["programs"]
     assert [verdict for _, verdict in kept][::2] == ["passed"] * 2
+    # Another estimate of the same programs asks for no more of them.
     how["sampling"] = Sampling(samples=4, temperature=0.8)
+    with pytest.warns(UserWarning, match="W-CODE"):
+        table = evaluation.evaluate(host, byte_tokenizer, names, **how)
+    assert len(asked) == 4
+    assert table.correct.tolist() == pytest.approx([1 / 2] * 3 + [1.0])
     words = "E-EXISTS: .*humaneval-0.json is of another model or other settings"
+    refused(words, evaluation.evaluate, tiny(1), byte_tokenizer, names, **how)
+    how["sampling"] = Sampling(samples=4, temperature=0.7)
     refused(words, evaluation.evaluate, host, byte_tokenizer, names, **how)
 
 

@@ -293,6 +293,41 @@ def test_a_table_of_other_rows_than_the_test_split_s_is_not_graded(endpoint, tmp
     assert not endpoint.asked
 
 
+def answered(task, count):
+    """A table whose outputs are the right answers."""
+    table = pd.DataFrame(tasks.rows(task, "test", count)).assign(task=task)
+    return table.assign(output=table.answer)
+
+
+def test_rows_of_several_tasks_are_graded_where_they_stand(endpoint, tmp_path):
+    one = answered("intent_json", 2)
+    other = answered("licence", 2).assign(output=["no", "no"])
+    turned = pd.concat([one[:1], other[:1], one[1:], other[1:]])
+    table = judge.graded(made(tmp_path), turned)
+    pd.testing.assert_frame_equal(table.drop(columns="grade"), turned)
+    assert table.grade.tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "words"),
+    [
+        ("gcd", {}, "E-NAME: no rubric for task 'gcd'"),
+        ("licence", {"answer": "none"}, "E-DATA: the answers of licence are not"),
+        (
+            "licence",
+            {"output": 3},
+            "E-DATA: an output of licence is 3, expected a text",
+        ),
+    ],
+)
+def test_nothing_is_asked_before_the_whole_table_is_known_to_be_good(
+    endpoint, tmp_path, task, changes, words
+):
+    table = pd.concat([answered("intent_json", 2), answered(task, 2).assign(**changes)])
+    refused(words, judge.graded, made(tmp_path), table)
+    assert not endpoint.asked
+
+
 def test_marks_in_an_answer_are_not_closed_early_and_long_ones_are_cut(
     endpoint, tmp_path
 ):

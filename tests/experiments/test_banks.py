@@ -142,6 +142,17 @@ def test_three_rankings_of_every_lora_are_told_and_kept(cases):
     assert curves["banks/own/task/1/chosen/forced"] == ([1, 0, 0, 0, 1], "count")
 
 
+@pytest.mark.filterwarnings("ignore:W-NONFINITE")
+def test_a_lora_without_a_finite_perplexity_has_no_rank_and_keeps_its_line():
+    config = rocket.Config(candidates=3, experts=2, top_k=1, shots=3)
+    damaged = case([1, np.nan, 3, 4, 9], [5, 4, 3, 2, 1], [False] * 5)
+    table = BANKS.rankings(damaged, dict.fromkeys(NAMES), config)
+    assert list(table.index) == NAMES
+    assert table["R_P"].fillna(0).tolist() == [1, 0, 2, 3, 4]
+    assert table["R_answers"].tolist() == [5, 4, 3, 2, 1]
+    assert table["R_D"].isna().tolist() == [False, True, False, False, True]
+
+
 def test_the_two_banks_differ_in_where_each_lora_starts_and_no_pair_shares_a_start():
     model, tokenizer = models.load("nano")
     settings = given(members="sums,gcd", bank_rows=40, candidates=2)

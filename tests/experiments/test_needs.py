@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -392,6 +393,36 @@ def test_a_bank_folder_below_home_is_the_same_as_in_full(tmp_path, monkeypatch):
     model, tokenizer = models.load("nano")
     # It reads what lies there, and trains no bank elsewhere.
     refused("E-[A-Z]+: .*loras/gcd", rocket.bank.load, model, tokenizer, "~/loras")
+
+
+def test_an_arm_that_is_trained_again_alone_has_its_rate_chosen_as_the_others_have(
+    monkeypatch,
+):
+    trained = []
+
+    def train(setup, arm, *, lr, **_):
+        trained.append((arm, lr))
+        return SimpleNamespace(model=lr)
+
+    budgets = experiments.budgets
+    monkeypatch.setattr(budgets, "train", train)
+    # The lower of two rates is better.
+    monkeypatch.setattr(budgets.training, "nats", lambda model, *_, **__: model)
+    experiment = SimpleNamespace(
+        settings=given("together", arms="full", again="lora", rates="0.003,0.001"),
+        setup=SimpleNamespace(pad_id=0),
+        arms={"full": "full"},
+        known={"full": "full", "lora": "lora"},
+        amounts={"tokens": 1.0, "flops": 1.0},
+        valid=["rows"],
+        root="together/dense",
+        test=lambda model: None,
+    )
+    run = SimpleNamespace(record=lambda *_: None)
+    best = budgets.Budgets.choose_rates(experiment, run)
+    assert best.by_arm == {"full": 0.001, "lora": 0.001}
+    budgets.Budgets.run_again(experiment, "lora", best)
+    assert trained[-1] == ("lora", 0.001)
 
 
 def test_sets_of_which_no_row_is_short_enough_are_refused_where_rows_are_drawn():

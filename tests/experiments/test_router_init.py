@@ -120,6 +120,15 @@ def test_rows_of_a_file_that_are_neither_code_nor_mathematics_are_text(tmp_path,
     refused(words, experiments.check, "router_init", given(arms="trsu3", mix=mix))
 
 
+@pytest.mark.parametrize("arm", ["hidden", "hidden_avg", "cheap_embed"])
+def test_a_file_is_one_task_that_cannot_be_dealt_out_to_experts(arm, tmp_path):
+    mix = written(tmp_path / "mix.jsonl", ["code", "mathematics", "text"] * 20)
+    words = (
+        f"E-RANGE: mix = .*mix.jsonl': {arm} deals tasks out to 4 .*, or leave {arm}"
+    )
+    refused(words, experiments.check, "router_init", given(arms=arm, mix=mix))
+
+
 @pytest.mark.parametrize(
     "domains", [["law", "bio", "art"] * 5, ["law"] * 15, ["", "text", "law"] * 5]
 )

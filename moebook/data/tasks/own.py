@@ -8,7 +8,8 @@ The schema, an object a line::
 ``prompt`` and ``answer`` are texts. With ``choices``, two texts or more, ``answer`` is
 one of them or its place, counted from 0. ``system`` (a system message), ``rationale``
 (a worked solution) and ``domain`` are texts, and may be missing. ``split`` (train,
-validation or test) stands in every row or in none. Other fields are left alone.
+validation or test) stands in every row or in none. Other fields are left alone,
+unless one looks like a misspelt field of these that the row lacks.
 
 A refusal names file, line and field, and never what a row holds.
 """
@@ -55,13 +56,16 @@ def _item(row: Mapping[str, Any], where: str) -> Item:
 
 
 def _refuse_misspelt(row: Mapping[str, Any], where: str) -> None:
-    """Refuse a field that is nearly one of the schema, which would be left alone."""
+    """Refuse a field that is nearly one of the schema which the row lacks.
+
+    Beside that one it is another (answers), and so is one named after it (system_id).
+    """
     for name in row:
-        close = difflib.get_close_matches(name.lower(), FIELDS, n=1, cutoff=0.8)
-        if close and name not in FIELDS:
-            refuse(
-                "E-DATA", f"{where}: unknown field '{name}'; did you mean '{close[0]}'?"
-            )
+        for near in difflib.get_close_matches(name.lower(), FIELDS, n=1, cutoff=0.8):
+            if near not in row and not name.lower().startswith(f"{near}_"):
+                refuse(
+                    "E-DATA", f"{where}: unknown field '{name}'; did you mean '{near}'?"
+                )
 
 
 def _text(row: Mapping[str, Any], name: str, where: str) -> str:

@@ -165,7 +165,7 @@ def _esft(given: Given) -> Arms:
 def _together(given: Given) -> Arms:
     """Plan arms by what trains in them; how routers start and what chooses takes no memory.
 
-    A second training, on equal FLOPs, counts as many steps as the first.
+    A second training, on equal FLOPs, counts as many steps as the first; some arms have it alone.
     """
     names = "parameters adapters copies experts top_k"
     config = together.Config(**picked(given, names))
@@ -176,8 +176,9 @@ def _together(given: Given) -> Arms:
     rates = len(_listed(given["rates"]))
     tries = rates * given["rate_share"] if rates > 1 else 0
     known = experiments.together.known(given)
-    for name in _arms(given, known):
-        trainings = 1 + tries + (name in again)
+    arms = _arms(given, known)
+    for name in dict.fromkeys([*arms, *again]):
+        trainings = tries + (name in arms) + (name in again)
         method = _on_one_budget(name, known, setup)
         yield name, method, {"steps": round(given["steps"] * trainings)}
 

@@ -212,7 +212,8 @@ def test_bytes_by_layout():
     sharded = found.layouts["FSDP2"]
     parts = (plain.weights, plain.gradients, plain.moments, plain.engine)
     assert parts == (4 * P, 4 * P, 8 * P, 4 * P)
-    assert (sharded.weights, sharded.moments, sharded.engine) == (P, 2 * P, 2 * block)
+    parts = (sharded.weights, sharded.gradients, sharded.moments, sharded.engine)
+    assert parts == (P, P, 2 * P, 2 * block)
     assert plain.total == 20 * P + plain.activations
     assert found.need == plain
     paged = plan(training(optimizer="paged_32bit"), machine("a100")).need

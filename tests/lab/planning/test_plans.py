@@ -38,7 +38,8 @@ def values(name, protocol="paper", **changes):
     ],
 )
 def test_plans_say_what_fits_80_gb_and_what_would(name, arms, change):
-    (found,) = plans.plans(name, values(name, arms=arms), "h100")
+    alone = {"again": arms} if name == "together" else {}
+    (found,) = plans.plans(name, values(name, arms=arms, **alone), "h100")
     assert found.change == change
     assert found.fits == (change == "")
     assert found.chosen_need.total <= 80e9
@@ -54,6 +55,13 @@ def test_every_arm_is_planned_with_its_steps_and_turns(name):
     found = plans.trainings(name, values(name, "nano", arms="all"))
     assert len(found) == len({training.name for training in found}) > 10
     assert all(training.steps > 0 and training.turns > 0 for training in found)
+
+
+def test_an_arm_that_is_trained_on_equal_flops_alone_is_planned_too():
+    given = values("together", "nano", arms="lora", again="pesc", rates="0.01")
+    first, alone = plans.trainings("together", given)
+    assert (first.name, alone.name) == ("lora", "pesc")
+    assert first.steps == alone.steps == given["steps"]
 
 
 def test_the_alignment_before_esfts_arms_is_planned_with_all_parameters():
