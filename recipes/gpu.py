@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moebook import runtime, storage
-from moebook.errors import Refusal
+from moebook.errors import Refusal, refuse
 from moebook.lab.pages import pages
 
 MODULES = {
@@ -46,6 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.list:
             print(pages.accelerated(folder), end="")
             return 0
+        least = (GRACE + LEAST) / 60
+        if not options.minutes > least:
+            why = f"a command gets {LEAST} s at least, and {GRACE} s to end"
+            expected = f"expected more than {least:g}: {why}"
+            refuse("E-USAGE", f"--minutes {options.minutes:g}: {expected}")
         runtime.resolve_device(options.device)
         with storage.locked(folder / "runs" / "gpu.lock"):
             return _run(
@@ -101,6 +106,8 @@ def attempt(command: str, device: str, seconds: float) -> int | None:
             process.terminate()  # our commands then end what they started
             try:
                 process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                pass  # it ends by the next line
             finally:
                 process.kill()
             return None

@@ -36,7 +36,7 @@ ADDRESS = re.compile(
 
 
 def installing(text: str) -> str:
-    """Return a notebook's text with the cell that installs put in."""
+    """Return a notebook's text with our lines in its cell tagged ``install``, if it has one."""
     notebook = json.loads(text)
     lines = CELL.splitlines(keepends=True)
     for cell in notebook["cells"]:

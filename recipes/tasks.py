@@ -66,7 +66,7 @@ SKILLS = {  # what the bases were taught, in five groups
 
 
 def _first(rows: Iterable[Row], group: str, most: int) -> list[Row]:
-    """Keep at most `most` rows of each value of `group`, chosen and ordered by hash."""
+    """Keep at most `most` rows of each value of `group`, chosen by hash; in order of their text."""
     by_value: dict[str, list[Row]] = defaultdict(list)
     for row in sorted(
         rows, key=lambda row: hashlib.sha256(repr(row).encode()).digest()
@@ -196,7 +196,10 @@ def _nouns(
 
 
 def isa(wordnet: Path, most: int = 300) -> list[Row]:
-    """Single-word nouns whose commonest sense lies below exactly one of the ten kinds."""
+    """Single-word nouns whose commonest sense lies below exactly one of the ten kinds.
+
+    A noun that holds its kind's name, such as "seafood", is left out: it gives the answer away.
+    """
     first, up, lemmas = _nouns(wordnet)
 
     def chains(synset: str) -> Iterator[list[str]]:

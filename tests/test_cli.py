@@ -140,6 +140,25 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(
     assert not (project / "results").exists()
 
 
+def test_a_path_that_counts_from_elsewhere_than_the_project_is_refused(
+    project, monkeypatch, capsys
+):
+    files = ["mine/a.jsonl", "mine/b.jsonl", "a.jsonl"]
+    for file in files:
+        storage.write(project / file, "{}")
+    monkeypatch.chdir(project / "mine")
+    given = f"a.jsonl,gcd, b.jsonl:{project}/a.jsonl"
+    assert cli.main(["run", "toy", "-p", f"device={given}"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"E-PATH: -p device={given} names what is in {project}/mine")
+    right = f"mine/a.jsonl,gcd, mine/b.jsonl:{project}/a.jsonl"
+    assert f"paths count from {project}: write -p device={right}, or" in told
+    assert told.count("\n") == 1
+    runner.check_paths({"device": right, "top_k": 1}, project)
+    monkeypatch.chdir(project)
+    runner.check_paths({"device": given}, project)
+
+
 def test_a_reader_that_has_gone_ends_the_command_in_silence():
     ours, theirs = os.pipe()
     os.close(ours)
@@ -180,13 +199,13 @@ def test_output_that_cannot_be_written_is_told(project, words, unbuffered):
 def test_a_missing_repository_and_what_the_system_refuses_are_told(
     project, monkeypatch, capsys
 ):
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    (project / "recipes").mkdir()  # someone else's
     storage.write(project / "runs", "no folder")
     for words, code, message in (
         (
             ["pretrain", "nano"],
             "E-NOFILE: ",
-            "has no recipes/, which are in the repository",
+            "has no recipes/pretrain.py, which is in the repository",
         ),
         (
             ["run", "toy"],
@@ -294,6 +313,22 @@ def test_memory_that_ran_out_is_told_as_such_however_long_the_advice(error):
     code, line = runner._in_cell(of_a_cell, "a cell")
     assert code == "E-MEMORY"
     assert f"{LIBRARY}); close other programs" in line
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'",
+        "Triton Error [CUDA]: out of memory",
+        "NCCL error in: x.cpp:1, unhandled cuda error\nCuda failure 2 'out of memory'",
+        "ncclUnhandledCudaError: Last error:\nCuda failure 'out of memory'",
+    ],
+)
+def test_a_full_gpu_is_no_fault_of_ours(message):
+    refusal = errors.told(RuntimeError(message))
+    assert refusal.code == "E-MEMORY"
+    (line,) = [line for line in message.splitlines() if "out of memory" in line]
+    assert f"{line}); close other programs" in refusal.message
 
 
 def test_a_fault_of_ours_is_one_line_and_a_report_to_send(project, monkeypatch, capsys):

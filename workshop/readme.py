@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from moebook import storage
+from moebook.errors import Refusal, refuse
 from moebook.lab.evidence import prose, verdicts
 from moebook.lab.pages import pages
 from moebook.lab.run import pace
@@ -33,10 +35,14 @@ def times(folder: Path) -> str:
 
 
 def renewed(text: str, folder: Path) -> str:
-    """Put what was found and measured between the marks of a README."""
+    """Put what was found and measured between the marks of a README, each of which stands once."""
     for name, part in (("found", found(folder)), ("times", times(folder))):
         start = MARK.format(name)
         end = f"<!-- end of {name} -->\n"
+        marks = re.findall(f"{re.escape(start)}|{re.escape(end)}", text)
+        if marks != [start, end]:
+            expected = f"{start.strip()}, then {end.strip()}"
+            refuse("E-FORMAT", f"README.md: expected {expected}, each on a line, once")
         before, _, rest = text.partition(start)
         _, _, after = rest.partition(end)
         text = f"{before}{start}{part}{end}{after}"
@@ -44,6 +50,10 @@ def renewed(text: str, folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    place = storage.checkout()
-    readme = place / "README.md"
-    storage.write(readme, renewed(readme.read_text(encoding="utf-8"), place))
+    try:
+        place = storage.checkout()
+        readme = place / "README.md"
+        storage.write(readme, renewed(readme.read_text(encoding="utf-8"), place))
+    except Refusal as refusal:
+        print(refusal, file=sys.stderr)
+        sys.exit(2)

@@ -20,6 +20,7 @@ import jinja2
 from nbconvert.filters import markdown2html
 
 from moebook import storage
+from moebook.errors import Refusal, refuse
 from moebook.lab import papers
 from moebook.lab.evidence import prose, verdicts
 from moebook.lab.pages.pages import TITLES
@@ -48,8 +49,11 @@ def data(content: bytes, kind: str) -> str:
 
 
 def slides(paper: str, folder: Path) -> Iterator[Slide]:
-    """Make the slides of a paper from a project whose book is built."""
+    """Make the slides of a paper from a project whose book is built; E-BOOK where it is not."""
     book = folder / "book"
+    executed = sorted((book / "notebooks").glob(f"*_{paper}_findings.ipynb"))
+    if not executed:
+        refuse("E-BOOK", f"no results of {paper} in {book}/notebooks; run: make book")
     theory = (book / f"{paper}_theory.md").read_text(encoding="utf-8")
     (notebook,) = (folder / "notebooks").glob(f"*_{paper}.ipynb")
     title = storage.read_ipynb(notebook)["cells"][0]["source"].partition("\n")[0]
@@ -64,7 +68,7 @@ def slides(paper: str, folder: Path) -> Iterator[Slide]:
     answer, _, surprise = told.strip().partition("**The surprise.** ")
     # The answer in bold, and the sentence with its numbers: the rest is on the page.
     yield Slide("What we found", "\n\n".join(answer.splitlines()[:2]))
-    for notebook in sorted((book / "notebooks").glob(f"*_{paper}_findings.ipynb")):
+    for notebook in executed:
         yield from _results(storage.read_ipynb(notebook)["cells"])
     if surprise:
         yield Slide("The surprise", surprise)
@@ -100,22 +104,26 @@ def write(target: Path, folder: Path) -> list[Path]:
     )
     environment.filters["markdown2html"] = markdown2html
     template = environment.get_template("slides.html")
-    decks = []
+    decks = {}
+    for paper in papers.PAPERS:
+        decks[target / f"{paper}.html"] = template.render(
+            title=f"{TITLES[paper]}: slides", slides=list(slides(paper, folder))
+        )
     shutil.copytree(HERE / "reveal", target / "reveal", dirs_exist_ok=True)
     shutil.copy(
         folder / "book" / "_static" / "mathjax" / "tex-svg.js", target / "reveal"
     )
-    for paper in papers.PAPERS:
-        deck = template.render(
-            title=f"{TITLES[paper]}: slides", slides=list(slides(paper, folder))
-        )
-        (target / f"{paper}.html").write_text(deck, encoding="utf-8")
-        decks.append(target / f"{paper}.html")
-    return decks
+    for path, deck in decks.items():
+        storage.write(path, deck)
+    return list(decks)
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m workshop.slides FOLDER")
-    for deck in write(Path(sys.argv[1]), storage.root()):
-        print(deck)
+    try:
+        for deck in write(Path(sys.argv[1]), storage.checkout()):
+            print(deck)
+    except Refusal as refusal:
+        print(refusal, file=sys.stderr)
+        sys.exit(2)

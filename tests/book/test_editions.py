@@ -1,6 +1,8 @@
 """Exercise notebooks: students' stubs fail their checks in place, instructors' solutions pass."""
 
 import re
+import runpy
+import sys
 from dataclasses import replace
 
 import nbformat
@@ -10,7 +12,8 @@ import yaml
 from moebook.lab.evidence import verdicts
 from moebook.lab.pages import generated, pages
 from moebook.lab.records import store
-from workshop import editions, readme
+from tests.refusals import refused
+from workshop import editions, readme, slides
 
 ROOT = editions.BOOK.parent
 PAGES = sorted(editions.BOOK.glob("*_exercises.md"))
@@ -88,6 +91,41 @@ def test_the_readme_says_what_the_committed_runs_found(ledger, monkeypatch):
     text = (editions.BOOK.parent / "README.md").read_text("utf-8")
     assert readme.renewed(text, editions.BOOK.parent) == text
     assert text.count("\n| [") == 4, "a row a paper"
+
+
+MARKS = [*map(readme.MARK.format, ("found", "times"))]
+MARKS += ["<!-- end of found -->\n", "<!-- end of times -->\n"]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("instead", ["<!-- damaged -->\n", "{0}old\n{0}"])
+def test_a_readme_in_which_a_mark_is_damaged_or_stands_twice_is_refused(
+    mark, instead, monkeypatch
+):
+    for part in ("found", "times"):
+        monkeypatch.setattr(readme, part, lambda folder: "new\n")
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert readme.renewed(text, ROOT).count("new\n") >= 2
+    damaged = text.replace(mark, instead.format(mark))
+    refused("E-FORMAT: README.md: expected <!-- ", readme.renewed, damaged, ROOT)
+
+
+def test_slides_are_refused_where_the_book_is_not_built(tmp_path):
+    words = "E-BOOK: no results of pesc in .*; run: make book"
+    refused(words, slides.write, tmp_path / "slides", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["readme", "slides"])
+def test_outside_a_checkout_a_refusal_is_one_line_and_ends_with_2(
+    name, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, "slides"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "workshop" / f"{name}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert re.fullmatch("E-PATH: .*\n", capsys.readouterr().err)
 
 
 def test_the_run_on_a_page_moves_nothing_that_is_told(pools, monkeypatch):

@@ -126,6 +126,9 @@ def test_a_dense_model_is_crafted_trained_saved_loaded_and_asked(place):
     names = run("own_pesc")
     assert pesc.adapter_norm(names["model"]) > 0
     assert names["answer"].shape[1] > names["ids"].shape[1]
+    trained = data.encode([names["row"] | {"answer": "yes"}], names["tokenizer"])[0]
+    prompt = trained["input_ids"][: trained["labels"].count(data.IGNORED)]
+    assert names["ids"].tolist() == [prompt]
 
 
 def test_a_dense_model_is_upcycled_and_exported(place):
@@ -182,6 +185,18 @@ def test_a_model_is_evaluated_on_your_rows_beside_lm_evals(place, monkeypatch):
         }
 
 
+def test_every_row_of_a_long_file_is_asked_as_the_page_says(place, monkeypatch):
+    if not os.environ.get("MOEBOOK_OWN"):
+        (place / "test.jsonl").unlink()
+        row = {"answer": "A", "choices": ["A", "B"]}
+        rows = [row | {"prompt": f"{number}?"} for number in range(201)]
+        own.write(place / "test.jsonl", rows)
+    monkeypatch.setattr(harness, "_index", arc_alone)
+    table = run("own_evaluation")["table"]
+    lines = (place / "test.jsonl").read_text().splitlines()
+    assert (table.asked == "own_test").sum() == len(lines)
+
+
 def test_a_run_is_planned_without_a_weight(place, capsys):
     (place / "my-model").unlink()
     shutil.copytree(BOOK.parent / "moebook" / "models" / "nano", place / "my-model")
@@ -195,11 +210,3 @@ def test_a_run_is_planned_without_a_weight(place, capsys):
     assert trained["lora"] < trained["pesc"] < trained["full"]
     sparse, _ = models.load("my-moe")
     assert 4 * trained["esft"] == planning.methods.routed(sparse)  # a quarter trains
-
-
-def test_the_form_that_the_pages_ask_in_is_that_of_training(place):
-    row = {"prompt": "a", "answer": "b"}
-    _, tokenizer = models.load("my-model")
-    ids = data.encode([row], tokenizer)["input_ids"][0]
-    text = tokenizer.decode(ids)
-    assert data.encoding.camel("a", "")[0] in text

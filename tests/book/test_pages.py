@@ -275,6 +275,9 @@ def test_the_audit_shows_every_finding_and_folds_those_of_one_cause():
     assert page.count("and 2 more") == 1
     assert "a &lt;mean&gt;" in page
     assert "<mean>" not in page
+    name = Finding("pesc", "row 0", "name", "A", "B", "differs", "all equal", "row 0")
+    counts = re.findall(r"<td[^>]*>(\d+)</td>", pages.audit([*found, name]))
+    assert counts == ["4", "1", "0", "0", "3", "1"]
 
 
 def _ran(seed, tier="study", day=2):

@@ -4,8 +4,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moebook import storage
+from moebook.lab import papers
 from moebook.lab.papers.printed import FOLDER, WRITTEN
 from recipes import claims
 from tests.refusals import refused
@@ -20,6 +22,26 @@ def test_the_record_of_when_claims_were_written_is_that_of_the_history():
     recorded = storage.read_json(Path(FOLDER / WRITTEN))
     found = claims.written()
     assert {name: found.get(name) for name in recorded} == recorded
+
+
+def test_an_entry_of_the_history_has_the_hash_that_its_claim_has():
+    for paper in (*papers.PAPERS, *papers.OURS):
+        entries = yaml.safe_load((FOLDER / paper / "claims.yaml").read_text("utf-8"))
+        hashes = {entry["id"]: claims._hash(entry) for entry in entries}
+        assert hashes == {claim.id: claim.frozen for claim in papers.claims(paper)}
+
+
+def test_a_claim_that_is_not_committed_and_a_folder_without_git_are_refused(
+    tmp_path, monkeypatch
+):
+    refused("E-GIT: .*; run this in a clone", claims.written, tmp_path)
+    (tmp_path / "moebook" / "lab" / "papers").mkdir(parents=True)
+    record = {claim.id: {} for claim in papers.claims()}
+    left_out = record.popitem()[0]
+    monkeypatch.setattr(claims, "ROOT", tmp_path)
+    monkeypatch.setattr(claims, "written", lambda: record)
+    refused(f"E-GIT: {left_out} is not committed as it stands", claims.main)
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_a_file_may_be_taken_away_and_a_history_that_is_cut_off_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,32 @@ def test_each_call_goes_on_where_the_last_stopped_and_says_what_ran(
     assert "- B: not run." in page
     (tmp_path / "toys" / "a.py").write_text("x = 2")
     assert "); behind: toys has changed since." in pages.accelerated(tmp_path)
+
+
+def test_a_command_that_does_not_end_when_it_is_asked_is_killed_and_goes_on_later(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "toy.py").write_text(TOY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(gpu.MODULES, "toy", "toy")
+    monkeypatch.setattr(gpu, "GRACE", 0.1)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which it inherits
+    try:
+        assert gpu.attempt("toy slow", "cpu", 0.1) is None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("minutes", ["0", "0.5", "nan"])
+def test_fewer_minutes_than_a_command_needs_are_refused(
+    minutes, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "_config.yml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert gpu.main(["--device", "cpu", "--minutes", minutes]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"E-USAGE: --minutes {minutes}: expected more than 0.5: ")
+    assert told.count("\n") == 1
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

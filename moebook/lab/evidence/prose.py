@@ -4,7 +4,8 @@ Pages of findings, the front page and the heads of protocols are written by hand
 change stands between braces and is filled when the book is built:
 
 - ``{effect}``: a number with its interval at 95 %, as in +1.3 points (−0.9 to +3.5);
-- ``{size of effect}``: the number without sign and interval; ``{percent of effect}`` as per cent;
+- ``{size of effect}``: the number without sign and interval; ``{percent of effect}`` as per cent,
+  where it is a share, a ratio or a number without a unit;
 - ``{value of effect}``, ``{other of effect}``: the two means that are compared;
 - ``{interval of effect}``, ``{seeds of effect}``, ``{least of effect}``: half the interval, the
   smallest effect that would have been told from zero;
@@ -33,6 +34,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -102,9 +104,11 @@ class Effect:
             number = number / 1e6
             unit = "MB"
         sign = "+" if compared else ""
-        # Two digits, the zero of 1.0 too, or a whole number; no exponent.
-        form = ",.0f" if abs(number) >= 99.5 else "#.2g"
-        text = f"{number:{sign}{form}}".removesuffix(".")
+        # A whole number, or two digits, the zero of 1.0 too: as a decimal without exponent.
+        if abs(number) >= 99.5:
+            text = f"{number:{sign},.0f}"
+        else:
+            text = f"{Decimal(f'{number:.1e}'):{sign}f}"
         if unit not in ("ratio", "number", "correlation"):
             text = f"{text} {unit}"
         return records.minus(text)
@@ -114,16 +118,17 @@ class Effect:
         return self.number(self.mean) + (f" ({self.span})" if self.ends else "")
 
     @property
-    def span(self) -> str:
-        """The ends of the interval, without the unit."""
-        ends = self.ends or (self.mean, self.mean)
-        return " to ".join(self.number(end).partition(" ")[0] for end in ends)
+    def span(self) -> str | None:
+        """The ends of the interval, without the unit; None where nothing varies."""
+        if not self.ends:
+            return None
+        return " to ".join(self.number(end).partition(" ")[0] for end in self.ends)
 
     def said(self, aspect: str) -> str | None:
         """Write one of its aspects; None for a word that is none."""
         if aspect == "size":
             return self.number(abs(self.mean)).lstrip("+")
-        if aspect == "percent":
+        if aspect == "percent" and self.unit in ("share", "ratio", "number"):
             return f"{100 * abs(self.mean):.0f} %"
         if aspect == "value" and self.means:
             return self.number(self.means[0], compared=False)

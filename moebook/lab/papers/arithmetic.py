@@ -324,9 +324,13 @@ def report(findings: Sequence[Finding], *, everything: bool = False) -> str:
     lines = []
     for paper, group in groupby(findings, key=lambda finding: finding.paper):
         of_paper = list(group)
-        counts = Counter(finding.status for finding in of_paper)
+        recomputed = [finding for finding in of_paper if finding.kind != "name"]
+        counts = Counter(finding.status for finding in recomputed)
         counted = ", ".join(f"{counts[status]} {status}" for status in STATUSES)
-        lines.append(f"{paper}: {len(of_paper)} numbers recomputed: {counted}")
+        names = len(of_paper) - len(recomputed)
+        if names:
+            counted += f", {names} doubtful name{'s' if names > 1 else ''}"
+        lines.append(f"{paper}: {len(recomputed)} numbers recomputed: {counted}")
         folded = defaultdict(list)
         for finding in of_paper:
             if everything or finding.status != "agrees":

@@ -70,6 +70,7 @@ APART = 4
 COLOURED = 3
 """Coloured series that a legend may have; a reader keeps no more in mind."""
 INK = "#14171A"
+MINUS = re.compile(r"(?<![\w.])-(?=[\d.])")  # of a number in a title, not a hyphen
 Series = Mapping[str, npt.ArrayLike]
 Cloud = npt.NDArray[np.float64]  # points, [n, 2]
 Look = dict[str, Any]
@@ -332,8 +333,8 @@ def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure | Non
     ``frame`` has one row a point: ``panel`` (the unit of its axis), ``line`` (what
     stands at the left), ``series`` (colour and marker, such as the scale), ``value``,
     ``low`` and ``high``, and ``sure``: a filled marker, else a hollow one; None where
-    it has none. ``printed``, if there, is the paper's effect, a short line across.
-    ``xlabel`` says what is to the right.
+    it has none. ``printed``, if there, is the paper's effect, a short line across
+    all series of its line. ``xlabel`` says what is to the right.
     """
     require("forest", frame, COLUMNS)
     if frame.empty:
@@ -423,8 +424,9 @@ def _effects(axes: Axes, effects: pd.DataFrame, names: list[str]) -> None:
             axes.plot([row.low, row.high], [y, y], color=colour, lw=1.6)
             face = colour if row.sure else "white"  # filled where it excludes zero
             axes.plot(row.value, y, ls="", mfc=face, markersize=5.5, zorder=3, **marker)
-        if "printed" in rows and rows.printed.notna().all():
-            axes.plot(rows.printed.iloc[0], place, **PRINTED)
+        if "printed" in rows:
+            for printed in rows.printed.dropna().unique():
+                axes.plot(printed, place, **PRINTED)
     axes.axvline(0, color=INK, lw=1)
     labels = [textwrap.fill(spoken(line), BESIDE) for line in lines.groups]
     axes.set_yticks(range(len(lines)), labels, fontsize=8.5)
@@ -618,8 +620,12 @@ def _is_shown(text: Text) -> bool:
 
 
 def entitle(figure: Figure, title: str) -> None:
-    """Put a title at the left above all panels; a second line makes the figure higher."""
-    lines = balanced(spoken(title), TITLE)
+    """Put a title at the left above all panels; a second line makes the figure higher.
+
+    A number in it gets the minus that axes have.
+    """
+    signed = MINUS.sub("−", spoken(title))
+    lines = balanced(signed, TITLE)
     figure.set_figheight(figure.get_figheight() + LINE * lines.count("\n"))
     figure.suptitle(lines, x=0.01, ha="left")
 

@@ -17,7 +17,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from moebook.errors import Refusal, lacks_memory, no_memory, told
+from moebook.errors import FULL, Refusal, lacks_memory, no_memory, told
 from moebook.lab.records import store
 from moebook.lab.run import runner
 from moebook.lab.run.sources import size
@@ -148,9 +148,13 @@ def _failure(manager: runner.Kernel) -> str:
     except CellTimeoutError:
         return f"took longer than {SECONDS} seconds; try again on mains"
     except CellExecutionError as error:
+        if error.ename == Refusal.__name__:
+            return str(error.evalue)  # which has its own remedy
         raised = f"{error.ename}: {error.evalue}"
         if lacks_memory(raised):
             return no_memory(raised)
+        if any(f"[Errno {code}]" in raised for code in FULL):
+            return f"{raised}; make room there"
         return f"{raised}; reinstall the packages"
     except RuntimeError:
         return f"no kernel: it {manager.ending}{manager.last_words}; free memory and try again"

@@ -143,13 +143,14 @@ def _is(value: Scalar, choice: Scalar) -> bool:
 
 
 def statements(source: str, where: str) -> list[ast.stmt]:
-    """Parse the source of a cell; it is refused with the line that breaks."""
+    """Parse the source of a cell; it is refused with the line that breaks, if Python tells it."""
     try:
         return ast.parse(source).body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        line = getattr(error, "lineno", 1)
+        line = getattr(error, "lineno", None)
+        place = where if line is None else f"{where}, line {line}"
         reason = getattr(error, "msg", "") or str(error) or "nested too deeply"
-        refuse("E-NOTEBOOK", f"{where}, line {line}: {reason}")
+        refuse("E-NOTEBOOK", f"{place}: {reason}")
 
 
 def parse(source: str, where: str) -> dict[str, Parameter]:

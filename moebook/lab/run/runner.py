@@ -18,6 +18,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -143,6 +144,28 @@ def check_device(settings: Mapping[str, Scalar]) -> None:
     device = str(settings.get("device", "auto"))
     if device not in ("auto", "cpu"):  # which are everywhere; torch knows of the others
         runtime.resolve_device(device)
+
+
+def check_paths(given: Mapping[str, Scalar], folder: Path) -> None:
+    """Refuse a file of the caller's folder in a text of ``-p``: paths count from the project's."""
+    for name, value in given.items():
+        if not isinstance(value, str):
+            continue
+        parts = re.split(r"(\s*[,:=]\s*)", value)  # with what stands between them
+        from_there = [_from(folder, part) for part in parts]
+        if from_there != parts:
+            text = "".join(from_there)
+            why = f"names what is in {Path.cwd()}, but paths count from {folder}"
+            fix = f"write -p {name}={text}, or run it there"
+            refuse("E-PATH", f"-p {name}={value} {why}: {fix}")
+
+
+def _from(folder: Path, part: str) -> str:
+    """Name what is there from the caller's folder as it is named from another; leave other text."""
+    same = os.path.realpath(part) == os.path.realpath(folder / part)
+    if not part or same or not os.path.exists(part):
+        return part
+    return os.path.relpath(part, folder)
 
 
 def run_notebook(

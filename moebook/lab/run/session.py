@@ -47,7 +47,7 @@ Measure = str | tuple[str, str]
 ABSENT = "–"
 # A word of a headline that follows two recorded values: the words, value, less which.
 SWITCH = re.compile(r"\{([^{}]+): (\S+) less (\S+)\}")
-TEXT = 160  # characters of a text that a table's cell shows
+TEXT = 160  # characters of a text that a table's cell shows, unless a notebook says otherwise
 # Unit to how a value of it is told, and a difference of two: the factor, the form.
 TOLD = {
     "share": (100.0, "{:.1f} %", "{:+.1f} points"),
@@ -443,7 +443,10 @@ def _after_each_cell(witness: Witness) -> None:
 
 
 def _show_tables() -> None:
-    """Let a cell that ends in facts by name, a series or settings show a table, as frames do."""
+    """Let a cell that ends in facts by name, a series or settings show a table, as frames do.
+
+    Floats have the digits of `_number` in tables and alone.
+    """
     import pandas as pd
     from IPython import get_ipython
 
@@ -456,27 +459,54 @@ def _show_tables() -> None:
     for kind in (dict, pd.Series, pd.DataFrame, Presets):
         formatters["text/html"].for_type(kind, table)
     plain = formatters["text/plain"]
-    plain.for_type(float, lambda number, printer, cycle: printer.text(f"{number:.4g}"))
+    plain.for_type(float, lambda number, printer, cycle: printer.text(_number(number)))
     plain.for_type(str, lambda text, printer, cycle: printer.text(text))
 
 
-def table(facts: Any) -> str:
-    """Write a mapping, a series or settings as an HTML table, a line a name; or a frame."""
+def table(facts: Any) -> str | None:
+    """Write a frame, or a line a name of a mapping, a series or settings, as an HTML table.
+
+    None where there is no line: IPython shows it as a text. Rows and the characters of a text are
+    as many as pandas' options ``display.max_rows`` and ``display.max_colwidth`` say.
+    """
     import pandas as pd
 
     if isinstance(facts, pd.DataFrame):
-        counts = dict.fromkeys(facts.select_dtypes("integer"), "{:,}".format)
-        return facts.to_html(
-            formatters=counts, max_rows=pd.get_option("display.max_rows")
-        )
+        # To pandas a time difference is an integer, too.
+        counts = facts.select_dtypes("integer", exclude="timedelta")
+        return _html(facts, formatters=dict.fromkeys(counts, "{:,}".format))
     lines = facts if isinstance(facts, (Mapping, pd.Series)) else vars(facts)
+    if not len(lines):
+        return None
     nested = isinstance(lines, Mapping) and all(
         isinstance(line, Mapping) for line in lines.values()
     )
     if nested:
-        return pd.DataFrame(lines).T.to_html(float_format=_number)
+        return _html(pd.DataFrame(lines).T, float_format=_number)
     column = pd.Series(lines, dtype=object).to_frame("")
-    return column.to_html(header=False, float_format=_number)
+    return _html(column, header=False, float_format=_number)
+
+
+def _html(frame: pd.DataFrame, **how: Any) -> str:
+    """Write a frame as HTML; pandas itself cuts rows there, but no text."""
+    import pandas as pd
+
+    rows = pd.get_option("display.max_rows")
+    width = pd.get_option("display.max_colwidth")
+    shown = frame.copy(deep=False)
+    for place, kind in enumerate(frame.dtypes):
+        if width is not None and pd.api.types.is_string_dtype(kind):
+            cells = [_cut(cell, width) for cell in frame.iloc[:, place]]
+            shown.isetitem(place, pd.Series(cells, frame.index, dtype=object))
+    html: str = shown.to_html(max_rows=rows, **how)
+    return html
+
+
+def _cut(cell: object, width: int) -> object:
+    """Cut a text to so many characters; all else stays as it is."""
+    if isinstance(cell, str) and len(cell) > width:
+        return f"{cell[: width - 3]}..."
+    return cell
 
 
 def _number(value: float) -> str:

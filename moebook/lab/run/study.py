@@ -276,15 +276,23 @@ def _take_in(outcome: Outcome, copy: Path, folder: Path) -> tuple[str, bool]:
         run = records.read_run(outcome.with_suffix(".parquet"))
         path = add(run, folder)
     except Exception as error:  # whatever it is, the other runs go on
-        # The run named its failed copy from the frozen code, where it executed.
-        failed = str(copy.relative_to(folder) / "runs" / "failed")
-        message = str(told(error)).replace("runs/failed", failed)
-        return f"failed: {message}", False
+        return f"failed: {_with_place(str(told(error)), copy, folder)}", False
     spent = run.manifest["seconds"]
     return (
         f"{spent:.0f} s, {len(run.values)} values in {path.relative_to(folder)}",
         True,
     )
+
+
+def _with_place(message: str, copy: Path, folder: Path) -> str:
+    """Say where a failed copy lies, which its run named from the code where it executed."""
+    _, names, path = message.rpartition("the failed copy is ")
+    if not names:
+        return message
+    if not (copy / path).exists():
+        return f"{message} on its node"
+    failed = str(copy.relative_to(folder) / "runs" / "failed")
+    return message.replace("runs/failed", failed)
 
 
 def add(run: Run, folder: Path) -> Path:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moebook import cli, kernels, models
+from moebook import cli, kernels, models, runtime
 from moebook.errors import Refusal
 from moebook.kernels import matmul
 from moebook.lab import bench, records
@@ -297,7 +297,8 @@ def test_a_run_is_read_back_with_its_environment(tiny, tmp_path, monkeypatch):
 
     assert (record.protocol, record.tier, record.seed) == ("cpu", "cpu", 0)
     assert record.manifest["parameters"] == tiny.attrs
-    assert record.manifest["environment"]["versions"]["torch"]
+    none = {"accelerator": None, "accelerator_memory": None}
+    assert record.manifest["environment"] == runtime.environment() | none
     assert record.manifest["peers"]["transformers"]
     verdicts = {goal["verdict"] for goal in record.manifest["goals"]}
     assert verdicts == {"not stated"}

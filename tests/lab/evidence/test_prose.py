@@ -147,6 +147,7 @@ def test_a_number_that_no_longer_fits_its_sentence_stops_with_file_and_sentence(
         ("{pesc.sparse-beats-dense at 135 M}", "E-PROSE"),
         ("{colour of pesc/dense/accuracy in pesc/nano}", "E-PROSE"),
         ("{other of pesc/dense/accuracy in pesc/nano}", "E-PROSE"),
+        ("{percent of pesc/dense/nll in pesc/nano}", "E-PROSE"),
         ("{pesc/dense/accuracy less}", "E-PROSE"),
         ("{pesc/sparse/accuracy less dense in pesc/nano}", "E-PROSE"),
         ("{pesc.sparse-beats-dense at 1 M over all studies without code}", "E-PROSE"),
@@ -186,13 +187,14 @@ def test_what_is_computed_is_one_number_as_in_the_ledger_and_no_study_planned_it
     (verdict,) = row.verdicts
     assert verdict.deciding.interval is None
     assert verdict.deciding.effect == pytest.approx(-0.01)
-    refused(
-        "E-PROSE: .*has no 'least'",
-        prose.filled,
-        page.replace("{gain},", "{least of gain}"),
-        shown,
-        "book/found/pesc.md",
-    )
+    for aspect in ("least", "interval"):
+        refused(
+            f"E-PROSE: .*has no '{aspect}'",
+            prose.filled,
+            page.replace("{gain},", f"{{{aspect} of gain}}"),
+            shown,
+            "book/found/pesc.md",
+        )
 
 
 @pytest.mark.parametrize(
@@ -243,6 +245,8 @@ def test_the_books_own_prose_fits_its_pools_names_bases_and_no_pool_and_is_short
         (99.7, "seconds", False, "100 seconds"),
         (1234.5, "ratio", False, "1,234"),
         (1.0, "ratio", False, "1.0"),
+        (5e-5, "nats", True, "+0.000050 nats"),
+        (-1.26e-7, "ratio", True, "−0.00000013"),
         (-3.2e6, "bytes", True, "−3.2 MB"),
         (1.5e8, "bytes", False, "150 MB"),
     ],

@@ -187,6 +187,11 @@ def test_points_may_lie_on_top_or_be_joined_and_a_map_has_no_numbers():
     assert axes.collections[0].get_alpha() < 0.5
 
 
+def test_a_number_in_a_title_has_a_minus_and_a_word_its_hyphen():
+    figure = plotting.points({"": {"one": [(0, 1)]}}, title="tri-way: -0.5, +1, 2-3")
+    assert figure.get_suptitle() == "tri-way: −0.5, +1, 2-3"
+
+
 @pytest.mark.parametrize(
     ("title", "lines"),
     [
@@ -251,6 +256,20 @@ def test_every_effect_lies_at_its_value_with_its_interval_and_its_series_look():
     assert looks([*dots[:2], nats.lines[1]]) == [nano, smollm2, smollm2]
     assert not plotting.forest(EFFECTS[EFFECTS.series == "nano"], xlabel="").legends
     assert plotting.forest(EFFECTS.iloc[:0], xlabel="effect") is None
+
+
+def test_what_the_paper_prints_is_marked_once_a_line_also_where_a_row_lacks_it():
+    printed = EFFECTS.assign(printed=[np.nan, 5.0, 3.0, np.nan])
+    figure = plotting.forest(printed, xlabel="effect")
+    marks = {}
+    for axes in figure.axes:
+        lines = [line for line in axes.lines if line.get_marker() == "|"]
+        marks[axes.get_xlabel()] = [line.get_xydata()[0].tolist() for line in lines]
+    assert marks == {"effect (points)": [[5, 0], [3, 1]], "effect (nats)": []}
+    assert "the paper" in texts(figure.legends[0].get_texts())
+    alike = EFFECTS.assign(printed=5.0)
+    points, _ = plotting.forest(alike, xlabel="effect").axes
+    assert sum(line.get_marker() == "|" for line in points.lines) == 2
 
 
 def test_times_begin_at_ours_in_two_columns_with_the_floor_of_their_group():

@@ -114,6 +114,18 @@ def test_a_sandbox_that_is_lacking_is_named_with_what_it_is_for_and_its_remedy(
             "ran out (MemoryError: 2 GB); close",
         ),
         (
+            (doctor, "SMOKE", "raise OSError(28, 'No space left on device', '/x')"),
+            "No space left on device: '/x'; make room there",
+        ),
+        (
+            (
+                doctor,
+                "SMOKE",
+                "from moebook.errors import refuse\nrefuse('E-PERM', 'x is shut: open it')",
+            ),
+            "smoke cell: E-PERM: x is shut: open it",
+        ),
+        (
             (doctor, "SMOKE", "import os; os.write(2, b'x\\ny\\n'); os._exit(7)"),
             "smoke cell: no kernel: it ended with status 7; its last lines: x | y; free memory",
         ),
@@ -128,6 +140,7 @@ def test_what_is_missing_is_named_with_its_remedy(healthy, tmp_path, take, told)
     failures = _told(doctor.examine(tmp_path))
     assert len(failures) == 1
     assert told in failures[0]
+    assert ("reinstall" in failures[0]) == ("reinstall" in told)
     assert "\n" not in failures[0]
 
 

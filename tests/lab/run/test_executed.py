@@ -8,10 +8,12 @@ import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import lxml.html
 import pandas as pd
 import pytest
+from IPython.core.formatters import DisplayFormatter
 from nbformat.v4 import (
     new_code_cell,
     new_markdown_cell,
@@ -24,7 +26,7 @@ from moebook import storage
 from moebook.lab import records
 from moebook.lab.pages.compare import compare
 from moebook.lab.records import Curve, Run, Value
-from moebook.lab.run import publish
+from moebook.lab.run import publish, session
 from moebook.lab.run.session import CURVE, GLUE, NOTE, VALUE, table
 from moebook.methods import upcycling
 from tests.lab.conftest import ran
@@ -151,6 +153,40 @@ def test_facts_series_frames_and_settings_show_as_tables(facts, cells):
     lines = lxml.html.fromstring(_shown("text/html", table(facts))).iter("tr")
     texts = {tuple(cell.text_content().strip() for cell in line) for line in lines}
     assert texts >= set(cells)
+
+
+@pytest.mark.parametrize("make", [dict, pd.Series, lambda x: pd.DataFrame({"a": x})])
+def test_a_table_has_no_more_lines_and_no_longer_texts_than_pandas_shows(make):
+    with pd.option_context("display.max_rows", 8, "display.max_colwidth", 20):
+        lines = table(make({place: place for place in range(1000)}))
+        assert 8 <= lines.count("<tr") <= 10
+        html = table(make({"one": "word " * 10, "two": "word"}))
+    assert "<td>word word word wo...</td>" in html
+    assert "<td>word</td>" in html
+
+
+def test_a_time_difference_is_no_count():
+    spent = pd.to_timedelta([90], unit="s")
+    html = table(pd.DataFrame({"spent": spent, "tokens": [10309015]}))
+    assert "0 days 00:01:30" in html
+    assert "10,309,015" in html
+
+
+def test_floats_have_the_same_digits_alone_and_in_tables_and_no_facts_make_no_table(
+    monkeypatch,
+):
+    shell = SimpleNamespace(display_formatter=DisplayFormatter())
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+
+    def shown(facts):
+        return shell.display_formatter.format(facts)[0]
+
+    with pd.option_context("display.max_colwidth", 9, "display.float_format", None):
+        session._show_tables()
+        for number, digits in ((123456.789, "123,457"), (0.123456, "0.1235")):
+            assert shown(number) == {"text/plain": digits}
+            assert f"<td>{digits}</td>" in shown({"a": number})["text/html"]
+        assert shown({}) == {"text/plain": "{}"}
 
 
 @pytest.mark.parametrize(
@@ -597,7 +633,7 @@ def test_a_notebook_without_claims_or_without_a_run_of_the_book_is_compared_by_w
         (
             "steps = 600",
             "x = " + "-" * 10**5 + "1",
-            "E-NOTEBOOK: my_run.ipynb, injected cell, line 1",
+            "E-NOTEBOOK: my_run.ipynb, injected cell: nested too deeply",
         ),
         ("steps = 600", "steps = 0", "E-RANGE: my_run.ipynb: steps = 0"),
         (

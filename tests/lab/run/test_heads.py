@@ -146,11 +146,12 @@ def test_a_pool_says_how_many_seeds_it_lacks_and_what_came_later(project):
     add_run(project, 1, commit)
     add_run(project, 6, commit)
     add_run(project, 1, commit, arms=("upcycled",))
+    add_run(project, 1, commit, arms=("random",))
     said = facts(project)
     assert said["Still running"].startswith("2 of 4 seeds ran; ")
     assert "Found" not in said
     assert said["Seeds added later"] == "6"
-    assert said["Arms added later"] == "upcycled"
+    assert said["Arms added later"] == "random, upcycled"
 
 
 def test_a_pool_that_stopped_early_says_why(project):

@@ -122,6 +122,8 @@ def test_the_longest_begins_by_its_last_time_here_else_by_the_record_and_finding
         )
     shown = Run("here", "cpu", "cpu", 0, (), manifest={"cpu_seconds": 3.0})
     write_run(fresh / "book" / "notebooks" / "04_here.parquet", shown)
+    other = Run("long", "smoke", "smoke", 0, (), manifest={"cpu_seconds": 0.1})
+    write_run(fresh / "book" / "notebooks" / "02_long.parquet", other)
     taken = {"toy": 1.0, "long": 2.0, "toy_findings": 9.0, "here": 0.5}
     storage.write(
         fresh / "results" / pace.RECORD,

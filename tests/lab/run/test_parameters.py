@@ -232,6 +232,12 @@ def test_the_kernels_environment_has_no_secrets(monkeypatch):
     assert {"TOKENIZERS_PARALLELISM", "PATH"} <= environment.keys()
 
 
+def test_a_cell_that_breaks_is_named_with_its_line_where_python_tells_one():
+    place = "E-NOTEBOOK: toy, parameters cell"
+    refused(f"{place}, line 2: invalid syntax", parameters.parse, "\nx = = 1", "toy")
+    refused(f"{place}: source code .* null bytes", parameters.parse, "x\0", "toy")
+
+
 def test_the_arms_of_a_run_are_the_named_ones_in_the_notebooks_order():
     known = {"wide": 1, "dense": 2, "kaiming": 3}
     run = Run("cpu")

@@ -300,6 +300,21 @@ def test_a_study_runs_the_commit_without_edits_and_goes_on_after_a_seed_that_fai
     assert not list(folder.glob("runs/mine/**/*.ipynb")), "what readers ran is theirs"
 
 
+def test_a_failed_copy_is_named_where_it_lies_or_as_one_on_another_node(tmp_path):
+    copy = tmp_path / "runs" / "frozen" / "abc"
+    place = "runs/failed/toy/nano-1.ipynb"
+    refusal = Refusal("E-CELL", f"cell In [3]: x; the failed copy is {place}")
+
+    def line():
+        told, good = study._take_in(refusal, copy, tmp_path)
+        assert not good
+        return told.rpartition("the failed copy is ")[2]
+
+    assert line() == f"{place} on its node"
+    storage.write(copy / place, "{}")
+    assert line() == f"runs/frozen/abc/{place}"
+
+
 def test_a_study_says_that_banks_and_settings_of_the_book_are_those_of_the_commit(
     tmp_path, capsys
 ):
