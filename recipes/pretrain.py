@@ -8,14 +8,14 @@ thread works on windows of its own instead of sharing narrow products.
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
 import torch
@@ -23,26 +23,41 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from typing_extensions import TypedDict
 
 from moebook import storage
-from moebook.errors import Refusal, refuse
+from moebook.errors import Refusal, refuse, shown
 from moebook.kernels import balance_loss
 from moebook.models import checkpoint
 from moebook.runtime import environment, progress, resolve_device
-from moebook.settings import checked, settings
+from moebook.settings import Count, Positive, Seed, Share, checked, settings
 from moebook.storage import formed
 from recipes import corpus
 
 SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+FEWEST_TOKENS = 256 + len(SPECIAL)  # each byte is a token
 TOKENIZER_SAMPLE = 6_000_000  # characters in all, shared out by the mixture
 SAVE_EVERY = 200
 PART = "15MB"  # at most, of a file of weights: a large base can be carried in parts
 FIRST_LOSSES = 50  # kept in the manifest; a test repeats these steps
+
+NotNegative = Annotated[float, Field(ge=0)]
+Mixture = dict[str, NotNegative]
+
+
+class Phase(TypedDict):
+    """Steps whose windows have so many rows and tokens, and perhaps a mixture of their own."""
+
+    steps: Count
+    rows: Count
+    length: Annotated[int, Field(ge=2)]  # a token, and one to predict
+    mixture: NotRequired[Mixture]
 
 
 @settings
@@ -51,7 +66,7 @@ class Recipe:
 
     Attributes:
         model_type: transformers' name of the architecture (llama, deepseek_v2 ...).
-        config: Arguments of its configuration.
+        config: Arguments of its configuration, ``max_position_embeddings`` among them.
         vocabulary: Tokens of the byte-level BPE, special ones included.
         mixture: Share of the windows by corpus source; they sum to 1.
         phases: Steps, rows and length of the windows, one after another, each with a mixture of
@@ -63,35 +78,42 @@ class Recipe:
 
     model_type: str
     config: dict[str, Any]
-    vocabulary: int
-    mixture: dict[str, float]
-    phases: list[dict[str, Any]]
-    learning_rate: float
-    warmup: int
-    weight_decay: float
-    betas: list[float]
-    clip: float
-    seed: int
-    balance: float = 0.0
+    # Token files have 16 bits a token.
+    vocabulary: Annotated[int, Field(ge=FEWEST_TOKENS, le=2**16)]
+    mixture: Mixture
+    phases: Annotated[list[Phase], Field(min_length=1)]
+    learning_rate: Positive
+    warmup: Count
+    weight_decay: NotNegative
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)]
+    clip: Positive
+    seed: Seed
+    balance: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse shares of unknown sources, or shares that do not sum to 1."""
+        """Refuse mixtures, windows and a balance that do not fit the corpus or the model."""
         for mixture in (
             self.mixture,
-            *(phase.get("mixture", {}) for phase in self.phases),
+            *(phase.get("mixture", self.mixture) for phase in self.phases),
         ):
             odd = mixture.keys() - corpus.SOURCES.keys()
-            if odd or (mixture and abs(sum(mixture.values()) - 1) > 1e-9):
+            if odd or abs(sum(mixture.values()) - 1) > 1e-9:
                 known = list(corpus.SOURCES)
                 refuse(
                     "E-CONFIG", f"mixture must name {known} and sum to 1, got {mixture}"
                 )
-        for phase in self.phases:
-            lacking = sorted({"steps", "rows", "length"} - phase.keys())
-            if lacking:
-                refuse("E-CONFIG", f"a phase has no {lacking[0]}: {phase}")
-        if self.warmup < 1:
-            refuse("E-CONFIG", f"warmup is {self.warmup}, expected 1 step or more")
+        if self.model_type not in CONFIG_MAPPING:
+            have = f"model_type is {shown(self.model_type)}"
+            refuse("E-CONFIG", f"{have}, which transformers does not know")
+        positions = self.config.get("max_position_embeddings")
+        longest = max(phase["length"] for phase in self.phases)
+        if type(positions) is not int or positions < longest:
+            have = f"config.max_position_embeddings is {shown(positions)}"
+            expected = f"{longest}, the longest window, or more"
+            refuse("E-CONFIG", f"{have}, expected {expected}")
+        if self.balance and "num_experts_per_tok" not in self.config:
+            have = f"balance is {self.balance}, and config has no num_experts_per_tok"
+            refuse("E-CONFIG", f"{have}: expected 0 for a dense model")
 
     @classmethod
     def read(cls, path: Path) -> Recipe:
@@ -158,7 +180,7 @@ def _keep(recipe: Path, work: Path) -> Path:
     kept = work / "recipe.yaml"
     text = recipe.read_text(encoding="utf-8")
     if kept.is_file() and kept.read_text(encoding="utf-8") != text:
-        fix = "name a new folder, or bring the recipe back"
+        fix = "move or delete it, or bring the recipe back"
         refuse("E-EXISTS", f"{work} was begun by another recipe than {recipe}; {fix}")
     storage.write(kept, text)
     return kept
@@ -168,10 +190,10 @@ def prepare(
     recipe: Recipe, work: Path
 ) -> tuple[PreTrainedTokenizerFast, dict[str, Any]]:
     """Make the tokenizer and the token files below ``work``, or take them when they are there."""
-    described = work / "corpus" / "corpus.json"
-    if described.is_file():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
-        return tokenizer, json.loads(described.read_text())
+    if (work / "corpus" / "corpus.json").is_file():
+        with formed(work / "tokenizer"):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+        return tokenizer, _described(work / "corpus")
     tokenizer = train_tokenizer(recipe)
     tokenizer.save_pretrained(work / "tokenizer")
 
@@ -181,6 +203,22 @@ def prepare(
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     return tokenizer, corpus.write(work / "corpus", encode, bos, eos, recipe.seed)
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """What `corpus.write` tells of its token files, which must be those that it wrote."""
+    file = folder / "corpus.json"
+    digest = hashlib.sha256()
+    with formed(file):
+        described = storage.read_json(file)
+        expected = described["sha256"]
+        for name in described["tokens"]:
+            path = folder / f"{name}.u16"
+            digest.update(path.read_bytes() if path.is_file() else b"")
+    if digest.hexdigest() != expected:
+        fix = f"delete {folder} to make them again"
+        refuse("E-HASH", f"{folder}: not the token files of {file.name}; {fix}")
+    return described
 
 
 def streams(work: Path, part: str) -> dict[str, np.ndarray]:
@@ -273,6 +311,18 @@ class _Run:
         self.seconds = 0.0
         self.losses: list[float] = []
 
+    def train(self, parts: dict[str, np.ndarray], end: int, path: Path) -> None:
+        """Go on to the step ``end``, and save from time to time."""
+        torch.set_num_threads(1)  # the run has its own
+        steps = range(self.step, end)
+        try:
+            for _ in progress(steps, desc="pretrain", total=len(steps)):
+                self.advance(parts)
+                if self.step % SAVE_EVERY == 0 or self.step == end:
+                    self.save(path)
+        finally:
+            torch.set_num_threads(self.threads)
+
     def advance(self, parts: dict[str, np.ndarray]) -> None:
         """Take one optimizer step; the loss, nats a token, joins ``losses``."""
         started = time.perf_counter()
@@ -335,7 +385,8 @@ class _Run:
 
     def restore(self, path: Path) -> None:
         """Continue from a file that `save` wrote."""
-        tensors = load_file(path)
+        with formed(path):
+            tensors = load_file(path)
         self.losses = tensors["losses"].tolist()
         self.seconds = tensors["seconds"].item()
         self.step = len(self.losses)
@@ -399,27 +450,18 @@ def pretrain(
     # products: a sparse model was 1.7 times as fast with room for all of them.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
     recipe = Recipe.read(recipe_file)
-    if out.exists():
-        refuse(
-            "E-EXISTS", f"{out} exists already; name a new folder for the finished base"
-        )
-    work.mkdir(parents=True, exist_ok=True)
-    kept = _keep(recipe_file, work)
-    tokenizer, described = prepare(recipe, work)
-    run = _Run(recipe, dtype, resolve_device(device))
-    path = work / "checkpoint.safetensors"
-    if path.is_file():
-        run.restore(path)
-    parts = streams(work, "train")
-    end = recipe.steps if steps is None else min(steps, recipe.steps)
-    torch.set_num_threads(1)  # the run has its own
-    try:
-        for _ in progress(range(run.step, end), desc="pretrain", total=end - run.step):
-            run.advance(parts)
-            if run.step % SAVE_EVERY == 0 or run.step == end:
-                run.save(path)
-    finally:
-        torch.set_num_threads(run.threads)
-    if end == recipe.steps:
-        run.finish(tokenizer, kept, work, out, described)
+    with storage.locked(work / ".lock"):
+        if out.exists():
+            fix = "move or delete it to make the base again"
+            refuse("E-EXISTS", f"{out} exists already; {fix}")
+        kept = _keep(recipe_file, work)
+        tokenizer, described = prepare(recipe, work)
+        run = _Run(recipe, dtype, resolve_device(device))
+        path = work / "checkpoint.safetensors"
+        if path.is_file():
+            run.restore(path)
+        end = recipe.steps if steps is None else min(steps, recipe.steps)
+        run.train(streams(work, "train"), end, path)
+        if end == recipe.steps:
+            run.finish(tokenizer, kept, work, out, described)
     return run.losses

@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
 import shutil
 from bisect import bisect_right
@@ -113,14 +114,15 @@ def test_an_interrupted_run_ends_as_a_whole_one_with_a_base_that_loads(
         tokenizer("12").input_ids == tokenizer("1").input_ids + tokenizer("2").input_ids
     )
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
-    refused("E-EXISTS", run, recipe, "whole")
+    refused("E-EXISTS: .*out exists .*; move or delete it", run, recipe, "whole")
 
 
 def test_a_folder_goes_on_by_its_own_recipe_alone_and_seals_that(recipe, monkeypatch):
     run(recipe, "parts", steps=4)
     before = recipe.read_text()
     recipe.write_text(yaml.safe_dump(RECIPE | {"learning_rate": 2e-2}))
-    refused("E-EXISTS: .*parts was begun by another recipe", run, recipe, "parts")
+    words = "E-EXISTS: .*parts was begun by another recipe .*; move or delete it"
+    refused(words, run, recipe, "parts")
     recipe.write_text(before)
     save = pretraining._Run.save
 
@@ -158,17 +160,79 @@ def test_phases_follow_one_another_and_bad_recipes_and_numbers_of_steps_are_refu
     rates = [read.rate(step) for step in (0, 2, 9)]
     assert rates == pytest.approx([0.5e-2, 1e-2, 1e-2 / 8])
     refused("E-RANGE: steps is 0, expected a number", run, recipe, "whole", steps=0)
-    for change in [
-        {"mixture": {"letters": 0.5, "sums": 0.4}},
-        {"mixture": {"unknown": 1.0}},
-        {"surplus": 1},
-        {"clip": "1"},
-        {"warmup": 0},
-        {"phases": [{"steps": 6, "length": 16}]},
-        {"phases": [PHASES[0] | {"mixture": {"sums": 0.5}}]},
+    phase = PHASES[0]
+    for change, words in [
+        ({"model_type": "llamas"}, "model_type is 'llamas', which"),
+        ({"config": {}}, "config.max_position_embeddings is None, expected 32"),
+        (
+            {"config": CONFIG | {"max_position_embeddings": 31}},
+            "config.max_position_embeddings is 31, expected 32, the longest window",
+        ),
+        ({"vocabulary": 258}, "vocabulary is 258, expected .* 259"),  # bytes, specials
+        ({"vocabulary": 65537}, "vocabulary is 65537, expected .* 65536"),
+        ({"mixture": {}}, "mixture must name .* and sum to 1, got {}"),
+        ({"mixture": {"letters": 0.5, "sums": 0.4}}, "mixture must name"),
+        ({"mixture": {"letters": 1.5, "sums": -0.5}}, "mixture.sums is -0.5, expected"),
+        ({"mixture": {"unknown": 1.0}}, "mixture must name"),
+        ({"phases": []}, "phases is .*, List should have at least 1"),
+        ({"phases": [phase | {"mixture": {}}]}, "mixture must name"),
+        ({"phases": [phase | {"mixture": {"sums": 0.5}}]}, "mixture must name"),
+        ({"phases": [phase | {"steps": 0}]}, "phases.0.steps is 0, expected"),
+        ({"phases": [phase | {"rows": 0}]}, "phases.0.rows is 0, expected"),
+        ({"phases": [phase | {"length": 1}]}, "phases.0.length is 1, expected"),
+        ({"phases": [phase | {"row": 4}]}, "phases.0.row is 4"),
+        ({"phases": [{"steps": 6, "length": 16}]}, "phases.0.rows is missing"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0, expected"),
+        ({"warmup": 0}, "warmup is 0, expected"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1, expected"),
+        ({"betas": [0.9]}, "betas is .*, List should have at least 2"),
+        ({"betas": [0.9, 1.0]}, "betas.1 is 1.0, expected"),
+        ({"clip": "1"}, "clip is '1', expected"),
+        ({"clip": -1.0}, "clip is -1.0, expected"),
+        ({"seed": -1}, "seed is -1, expected"),
+        ({"balance": 0.1}, "balance is 0.1, and config has no num_experts_per_tok"),
+        ({"surplus": 1}, "unknown setting 'surplus'"),
     ]:
         recipe.write_text(yaml.safe_dump(RECIPE | change))
-        refused(f"E-CONFIG: {recipe}: ", pretraining.Recipe.read, recipe)
+        refused(f"E-CONFIG: {recipe}: {words}", run, recipe, "whole")
+    assert not (recipe.parent / "whole").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("corpus/sums.train.u16", "E-HASH: .*corpus: not the token files of corpus"),
+        ("corpus/corpus.json", "E-FORMAT: .*corpus.json is no JSON"),
+        ("tokenizer/tokenizer.json", "E-FORMAT: .*tokenizer does not hold"),
+        ("checkpoint.safetensors", "E-FORMAT: .*checkpoint.safetensors does not hold"),
+    ],
+)
+def test_a_folder_goes_on_with_the_files_that_it_was_begun_with_alone(
+    recipe, name, words
+):
+    run(recipe, "parts", steps=4)
+    file = recipe.parent / "parts" / name
+    file.write_bytes(file.read_bytes()[:100])
+    refused(words, run, recipe, "parts")
+    file.unlink()
+    if name.startswith("corpus/sums"):
+        refused(words, run, recipe, "parts")
+        shutil.rmtree(file.parent)  # as the refusal says
+        run(recipe, "parts")
+
+
+def test_two_calls_do_not_train_in_one_folder(recipe, monkeypatch):
+    seen = []
+    save = pretraining._Run.save
+
+    def asked_for_again(*given):
+        words = rf"E-LOCKED: .*parts/.lock is held by process {os.getpid()}"
+        seen.append(refused(words, run, recipe, "parts"))
+        save(*given)
+
+    monkeypatch.setattr(pretraining._Run, "save", asked_for_again)
+    run(recipe, "parts", steps=1)
+    assert len(seen) == 1
 
 
 def test_the_balance_loss_is_that_of_every_router_and_left_out_of_the_reported_loss():
