@@ -232,7 +232,7 @@
       });
       const border = 20 + 22 * M + 5;
       return [numbers, [50 + 22 * bank.length, ...marks,
-        text(left, 12, P && A ? "rank by perplexity, then by shots solved: small is good" : "rank: small is good", { class: "note" }),
+        text(0, 12, P && A ? "rank by perplexity, then by shots solved: small is good" : "rank: small is good", { class: "note" }),
         line(0, border, width, border, "border"),
         text(width, border + 13, `${M} candidates above`, { class: "note", "text-anchor": "end" })]];
     };

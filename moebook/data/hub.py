@@ -67,12 +67,12 @@ def load(
 
 @checked
 def pins(
-    text: str, data: Place = "", known: Collection[str] = CATALOGUE
+    text: str, data: Place = "", known: Collection[str] | None = None
 ) -> dict[str, Origin]:
     """Read commits by data set from ``name=commit,name=commit``; "" names none.
 
-    The data sets are among the ``known``; all that are not named are found in the folder
-    ``data``, or, without one, nowhere.
+    The data sets are among the ``known``, by default those of the `CATALOGUE`; all that are
+    not named are found in the folder ``data``, or, without one, nowhere.
     """
     commits: dict[str, Origin] = {}
     for pair in filter(None, text.split(",")):
@@ -81,7 +81,8 @@ def pins(
         if not pin or name in commits:
             expected = "expected name=commit,name=commit, each name once"
             refuse("E-PIN", f"revisions is '{text}', {expected}")
-        refuse_unknown(name, known, "E-PIN", f"revisions names no data set '{name}';")
+        choices = CATALOGUE if known is None else known
+        refuse_unknown(name, choices, "E-PIN", f"revisions names no data set '{name}';")
         commits[name] = commit
     place = folder(data)
     return defaultdict(lambda: place, commits)

@@ -284,6 +284,7 @@ def _ran(seed, tier="study", day=2):
     manifest = {
         "date": f"2026-01-0{day}T23:00:00+00:00",
         "seconds": 3900.0,
+        "cpu_seconds": 1800.0,
         "peak_memory": 2 * 10**9,
         "commit": {"id": "abcdef0123", "dirty": True},
         "overrides": {"steps": 10 * day},
@@ -311,7 +312,7 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
         "nano (committed)",
         "2 seeds: 0, 3<",
         "1 values each",
-        "1 h 5 min, 2.0 GB on A &amp; B",
+        "1 h 5 min (CPU time 30 min 0 s), 2.0 GB on A &amp; B",
         "commit abcdef0 with changes",
         "of 2026-01-05; changed since: notebook",
     ):
@@ -355,7 +356,7 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
         r"(?<!paper's )(?<![\d.])\d[\d.]*\s(points|nats|%|minutes)", remarks
     )
     assert "accuracy, sparse less dense: −4.3 points (" in page
-    assert "approximation recovered less 0.9: +0.076 (" in page
+    assert "approximation recovered, above the bound of 0.9: +0.076 (" in page
     assert "on record)" not in page
     assert "Spread on record" not in page  # else one of these heads has no chance
     assert page.count("Primary measure: `") == sum(
@@ -379,9 +380,9 @@ def test_the_figures_of_the_fault_tests_come_from_their_record_alone(tmp_path):
         for kind, n, lost in (("all", 7, 1), ("a", 4, 0), ("b", 3, 1))
     )
     run = "(MOEBOOK_FAULTS=10, 60 s, 2026-01-02, commit abcdef0 with changes)"
-    for fact in (run, *cells, "- Not recorded: Changed files."):
+    for fact in (run, *cells, "This record lacks: Changed files."):
         assert fact in page
-    assert "Not recorded: Killed" not in page
+    assert "lacks: Killed" not in page
     write(tmp_path / "results" / "faults.json", json.dumps({"kills": {}}))
     refused(r"faults.json does not hold what is read", pages.tested, tmp_path)
 

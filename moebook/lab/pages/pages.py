@@ -18,7 +18,7 @@ from moebook.errors import refuse
 from moebook.intervals import another
 from moebook.lab import records
 from moebook.lab.evidence import findings, heads, verdicts
-from moebook.lab.evidence.verdicts import Row, Verdict, amount, seeds, span
+from moebook.lab.evidence.verdicts import Row, Verdict, amount, quantity, seeds, span
 from moebook.lab.pages.filling import ENVIRONMENT, page
 from moebook.lab.papers import Claim
 from moebook.lab.papers.arithmetic import STATUSES, Finding
@@ -45,7 +45,7 @@ TITLES = Titles(
     rivals="Rocket's rivals",
     esft="ESFT",
     routing="ESFT's routing",
-    banks="Why Rocket hangs on its bank (our own)",
+    banks="Does Rocket's lead hang on its bank? (our own)",
     together="Together (our own)",
     causes="Causes (our own)",
     kernels="Kernels",
@@ -94,10 +94,16 @@ QUANTITIES = {"nll": "loss", "cost/step": "time of a step"}
 def compared(measure: str) -> str:
     """Say what a study compares as a reader would: "loss, sparse less dense"."""
     value, _, other = measure.partition(" less ")
+    one, both, two = other.partition(" and ")
+    if both:
+        first, _, name = compared(f"{value} less {one}").rpartition(" ")
+        second = compared(f"{value} less {two}").rpartition(" ")[2]
+        return f"{first} the mean of {name} and {second}"
     parts = value.split("/")
     others = other.split("/")
     if len(parts) != len(others):  # a number, such as a bound
-        return f"{' '.join(parts[1:])} less {other}".replace("_", " ")
+        what = " ".join(parts[1:]).replace("_", " ")
+        return what if other == "0" else f"{what}, above the bound of {other}"
     pairs = enumerate(zip(parts, others, strict=True))
     differing = [place for place, (one, two) in pairs if one != two]
     if len(differing) != 1:
@@ -296,7 +302,9 @@ def taught(folder: Path) -> str:
             theirs = [value.value for value in seen]
             unit = next(iter(seen)).unit
             ends = records.within(unit, another(theirs))
-            every.append((pool, facts, sum(theirs) / len(theirs), ends))
+            numbers = [sum(theirs) / len(theirs), *ends]
+            told = [quantity(one, unit, compared=False) for one in numbers]
+            every.append((pool, facts, *told))
     return page("taught", pools=every)
 
 

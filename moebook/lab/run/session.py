@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from pathlib import Path
@@ -160,12 +160,13 @@ class Run:
             for text, measure in measures.items()
         }
         same = {name: self.settings.get(name) for name in ("base", *alike)}
+        pairs = [names for names in named.values() if len(names) > 1]
         try:
             levels = _recorded([n for n in named.values() if len(n) == 1], same)
             lines = {}
             for text, names in named.items():
                 alone = len(names) == 1 and levels and levels.having(*names)
-                pool = levels if alone else _recorded([names], same)
+                pool = levels if alone else _recorded([names], same, pairs)
                 lines[text] = self._beside(names, pool)
         except Refusal as refusal:
             return f"The recorded runs cannot be shown: {refusal.message}"
@@ -336,19 +337,22 @@ def _told(number: float, unit: str, *, is_difference: bool) -> str:
 
 
 def _recorded(
-    lines: Sequence[Sequence[str]], same: Mapping[str, object]
+    lines: Sequence[Sequence[str]],
+    same: Mapping[str, object],
+    table: Collection[Sequence[str]] = (),
 ) -> Pool | None:
     """Find the pool of the same settings that speaks for lines of a table; None without one.
 
     A line names the values that it compares. The pool counts that decides most claims about their
     values: elsewhere an arm of the same name may have learnt other tasks. Then come those that
-    decide other claims, then those that have more of the lines, then those of most seeds.
+    decide other claims, then those that have more of the lines, or of the ``table`` that these
+    stand in, then those of most seeds.
     """
     if not lines:
         return None
     notebook, _, _ = lines[0][0].partition("/")
     best: Pool | None = None
-    best_rank = (0, False, 0, 0)
+    best_rank = (0, False, 0, 0, 0)
     for pool, claims in _pools(notebook, storage.root()):
         settings = pool.runs[0].settings
         if any(settings.get(name) != value for name, value in same.items()):
@@ -360,8 +364,9 @@ def _recorded(
                     about += 1
         seeds = [len(pool.having(*names)) for names in lines]
         present = sum(count > 0 for count in seeds)  # lines that the pool has
+        around = sum(bool(pool.having(*names)) for names in table)
         # What stands first counts most.
-        rank = (about, bool(claims), present, sum(seeds))
+        rank = (about, bool(claims), present, around, sum(seeds))
         if present and rank > best_rank:
             best = pool
             best_rank = rank

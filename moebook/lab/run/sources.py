@@ -309,6 +309,9 @@ def last_seed(pool: Pool) -> tuple[Run, ...]:
 def cost(runs: Sequence[Run]) -> str:
     """Say what a seed cost, from its runs' manifests: time, peak memory, and on what."""
     spent = 0.0
+    # CPU time is shorter where others ran beside it; the oldest runs did not measure it.
+    measured = [run.manifest.get("cpu_seconds") for run in runs]
+    busy = [seconds for seconds in measured if seconds is not None]
     memory: int | None = None
     machines: dict[str, None] = {}
     share = ""
@@ -322,12 +325,15 @@ def cost(runs: Sequence[Run]) -> str:
             machines[machine["accelerator"] or processor] = None
             # Once one run had several.
             seeds = run.manifest.get("parameters", {}).get("seeds", 1)
-            share = f" for {seeds} seeds" if seeds > 1 else ""
+            share = f" for {seeds} seeds in one run" if seeds > 1 else ""
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             where = f"the manifest of {run.notebook}, {run.protocol}, seed {run.seed}"
             problem = f"{type(error).__name__}: {error}"
             refuse("E-RUN", f"{where} is incomplete ({problem}); run it again")
-    return f"{duration(spent)}{share}, {size(memory)} on {' and '.join(machines)}"
+    time = f"{duration(spent)}{share}"
+    if len(busy) == len(runs):
+        time += f" (CPU time {duration(sum(busy))})"
+    return f"{time}, {size(memory)} on {' and '.join(machines)}"
 
 
 def duration(seconds: float) -> str:

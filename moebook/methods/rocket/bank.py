@@ -1,6 +1,6 @@
 """The bank of LoRAs: read after strict checks, trained on its sets of rows, guarded against leaks.
 
-The shipped bank is twelve LoRAs on ``nano`` in the folder beside this file, with the recipe that
+The shipped bank is twelve LoRAs on ``nano`` in the package, beside the recipe that
 makes them anywhere; ``catalogue.yaml`` lists their sets and the paper's 38.
 """
 

@@ -120,6 +120,18 @@ def test_one_study_speaks_for_all_lines_of_one_value_that_it_has(project, run):
     assert table.study.tolist() == ["deciding", "deciding", "deciding", "many"]
 
 
+def test_differences_come_from_the_study_that_has_most_of_a_table_if_none_decides(
+    project, run
+):
+    tall = Value("pesc/tall/accuracy", 0.6, "share")
+    storage.write(project / "notebooks" / "01_pesc.more.yaml", "tier: study\n")
+    for seed in range(3):  # more seeds, and fewer of the lines
+        keep(project, "many", seed, 0.9, 0.1)
+    keep(project, "more", 0, 0.8, 0.1, tall)
+    table = run.beside({"lead": LEAD, "tall": (tall.name, LEAD[1])})
+    assert table.study.tolist() == ["more", "more"]
+
+
 def test_without_recorded_runs_on_the_base_a_line_says_so(project, run):
     keep(project, "many", 0, 0.9, 0.1, base="smollm2")
     assert set(run.beside({"lead": LEAD}).loc["lead"]) == {ABSENT}
