@@ -54,7 +54,8 @@ def given(name, **changes):
 
 @pytest.mark.parametrize("name", ["pesc", "router_init"])
 def test_a_mix_of_your_own_is_parted_in_trained_tested_and_validated_rows(name, file):
-    settings = given(name, mix=str(file), **{TESTED[name]: str(file)})
+    arms = {"pesc": "all", "router_init": "su,trsu,crsu"}[name]  # of one task
+    settings = given(name, arms=arms, mix=str(file), **{TESTED[name]: str(file)})
     experiments.check(name, settings)
     rows = getattr(experiments, name).rows(settings)
     task = tasks.find(str(file))
