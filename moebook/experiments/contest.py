@@ -18,7 +18,6 @@ from torch import nn
 from moebook import data, evaluation, runtime, training
 from moebook.data import hub
 from moebook.data.mixtures import Row
-from moebook.errors import refuse
 from moebook.experiments import pipeline, rates
 from moebook.experiments import rocket as checks
 from moebook.experiments.arm import Settings, picked
@@ -29,6 +28,7 @@ from moebook.experiments.targets import (
     bank_of,
     best_on_test_rows,
     kind,
+    refuse_unjudged,
 )
 from moebook.methods import rocket
 from moebook.methods.rivals import phatgoose, pi_tuning, table, tuning
@@ -152,12 +152,9 @@ def _not_tuned_on(
     used = {row["prompt"] for row in tuned_on}
     spare = [row for row in annotated if row["prompt"] not in used]
     if not spare:
-        where = f"valid_rows = {settings['valid_rows']}"
-        none = f"none of {target}'s {len(annotated)} annotated rows is left to judge rates by"
         why = "their prompts are those of shots and chosen open rows"
-        refuse(
-            "E-DATA", f"{where}: {none}: {why}; take fewer shots or a smaller budget"
-        )
+        remedy = "take fewer shots or a smaller budget"
+        refuse_unjudged(settings, target, len(annotated), f"{why}; {remedy}")
     return spare
 
 

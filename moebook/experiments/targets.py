@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pandas as pd
@@ -176,16 +176,21 @@ def grid(losses: Losses) -> pd.DataFrame:
     return column.groupby(["arm", "lr"], sort=False).mean().unstack()
 
 
-def _refuse_unjudged(settings: Settings, pool: Pool) -> None:
+def _check_judged(settings: Settings, pool: Pool) -> None:
     """Refuse a target of which no row is left to judge rates by (E-DATA)."""
     for target, annotated in pool.annotated.items():
         shots = rocket.score.draw(annotated, settings["shots"], settings["seed"])
         if not pool.spare(target, shots):
-            where = f"valid_rows = {settings['valid_rows']}"
-            none = f"none of {target}'s {len(annotated)} annotated rows is left to judge rates by"
             why = "their prompts are those of shots and open rows"
             remedy = "take fewer shots or pool_rows, or one rate alone"
-            refuse("E-DATA", f"{where}: {none}: {why}; {remedy}")
+            refuse_unjudged(settings, target, len(annotated), f"{why}; {remedy}")
+
+
+def refuse_unjudged(settings: Settings, target: str, count: int, why: str) -> NoReturn:
+    """Refuse a target of whose annotated rows none is left to judge rates by (E-DATA)."""
+    where = f"valid_rows = {settings['valid_rows']}"
+    none = f"none of {target}'s {count} annotated rows is left to judge rates by"
+    refuse("E-DATA", f"{where}: {none}: {why}")
 
 
 def whole(
@@ -202,7 +207,7 @@ def whole(
     the other arms have rows to choose a rate by.
     """
     if several(settings) and {*arms} != {"expert_lora"}:
-        _refuse_unjudged(settings, pool)
+        _check_judged(settings, pool)
     tried = several(settings) if "expert_lora" in arms else []
     last = settings["valid_rows"] if tried else 0
     own = {

@@ -239,9 +239,19 @@ def test_batches_without_a_hit_are_not_run_and_the_model_comes_back_as_it_was(ho
 
 
 def test_no_keys_and_values_are_kept_for_tokens_that_never_come(host, monkeypatch):
-    monkeypatch.setattr(DynamicCache, "update", None)  # would fail
+    kept = []
+    update = DynamicCache.update
+
+    def keep(cache, *given, **named):
+        kept.append(given)
+        return update(cache, *given, **named)
+
+    monkeypatch.setattr(DynamicCache, "update", keep)
     upcycling.collect(host(), {"a": texts(1)})
     perplexities(host(), DATA)
+    assert not kept
+    host()(torch.tensor([[3, 4]]))  # which keeps them
+    assert kept
 
 
 def test_perplexities_are_those_of_one_row_at_a_time(host):

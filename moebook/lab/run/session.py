@@ -339,14 +339,14 @@ def _told(number: float, unit: str, *, is_difference: bool) -> str:
 def _recorded(
     lines: Sequence[Sequence[str]],
     same: Mapping[str, object],
-    table: Collection[Sequence[str]] = (),
+    neighbours: Collection[Sequence[str]] = (),
 ) -> Pool | None:
     """Find the pool of the same settings that speaks for lines of a table; None without one.
 
     A line names the values that it compares. The pool counts that decides most claims about their
     values: elsewhere an arm of the same name may have learnt other tasks. Then come those that
-    decide other claims, then those that have more of the lines, or of the ``table`` that these
-    stand in, then those of most seeds.
+    decide other claims, then those that have more of the lines, or of their ``neighbours`` in
+    the table, then those of most seeds.
     """
     if not lines:
         return None
@@ -364,7 +364,7 @@ def _recorded(
                     about += 1
         seeds = [len(pool.having(*names)) for names in lines]
         present = sum(count > 0 for count in seeds)  # lines that the pool has
-        around = sum(bool(pool.having(*names)) for names in table)
+        around = sum(bool(pool.having(*names)) for names in neighbours)
         # What stands first counts most.
         rank = (about, bool(claims), present, around, sum(seeds))
         if present and rank > best_rank:

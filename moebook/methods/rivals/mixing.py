@@ -106,8 +106,8 @@ def _padded(loras: Sequence[Lora]) -> list[Lora]:
 @checked
 def fresh_like(bank: Bank, *, seed: Seed) -> dict[str, Lora]:
     """Make untrained LoRAs of a bank's shapes: A Kaiming-uniform with a = sqrt 5, B zero (PEFT)."""
-    # A child of the seed: by the seed itself A would be a copy of what routers are drawn
-    # from, and mixed as in `training.fit`, of the first step's dropout.
+    # Drawn from a child of the seed. By the seed itself A would repeat the numbers that routers
+    # are drawn from, and by `training.fit`'s way of mixing it those of the first dropout.
     (child,) = np.random.SeedSequence(seed).spawn(1)
     generator = torch.Generator().manual_seed(int(child.generate_state(1)[0]))
 

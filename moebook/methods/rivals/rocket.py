@@ -22,13 +22,12 @@ __all__ = ["attach", "tuned"]
 @checked
 def attach(model: nn.Module, bank: Bank, config: Config, *, seed: Seed = 0) -> Tuned:
     """Put the mixture of a bank's N LoRAs on the base."""
-    learning = [part for part in model.parameters() if part.requires_grad]
     # The seed draws the gates; the caller's random state stays as it is.
     with random_states_kept():
         torch.manual_seed(seed)
         apply.build(model, list(bank.values()), config)
-    made_from = cast(Any, origin(model, apply.Origin))
-    return Tuned(model, made_from, learning=learning)
+    made_from = origin(model, apply.Origin)
+    return Tuned(model, cast(Any, made_from), learning=made_from.learning)
 
 
 @checked

@@ -120,7 +120,7 @@ class Tuned:
     cost: Cost = Cost()
     history: training.History | None = None  # of the training, if any
     hooks: Sequence[RemovableHandle] = ()
-    learning: Sequence[nn.Parameter] = ()  # what trained of the base, and `put` froze
+    learning: Sequence[str] = ()  # the base's parameters that trained, and `put` froze
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -183,8 +183,8 @@ class Tuned:
             hook.remove()
         for path, part in self.parts.items():
             self.model.set_submodule(path, part.base_layer)
-        for parameter in self.learning:
-            parameter.requires_grad_(True)
+        for name in self.learning:
+            self.model.get_parameter(name).requires_grad_(True)
         delattr(self.model, self.origin.method)
         return self.model
 
@@ -278,7 +278,7 @@ def _install(
 
 def put(model: nn.Module, origin: Origin, made: Mapping[str, Any]) -> Tuned:
     """Freeze the base, and put in what was made of each of its modules, by path."""
-    learning = [part for part in model.parameters() if part.requires_grad]
+    learning = [name for name, part in model.named_parameters() if part.requires_grad]
     # First all is frozen: what is put in says of itself what trains.
     model.requires_grad_(False)
     for path, part in made.items():
