@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from moebook.lab import papers, plotting
-from moebook.lab.evidence import findings, verdicts
+from moebook.lab.evidence import findings, heads, verdicts
 from moebook.lab.pages import extension, generated, pages
 from moebook.lab.papers.arithmetic import Finding
 from moebook.lab.records import Run, Value, write_run
@@ -320,6 +320,15 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
     for fact in ("this build (smoke, on its page)", "1 seed: 0<", "of 2026-01-02; "):
         assert fact in live
     assert pages.recorded(project / "empty") == "No run has been recorded yet.\n"
+
+
+def test_a_study_that_still_runs_decides_nothing_yet(ledger, monkeypatch):
+    designs = {f"{one.notebook}/{one.protocol}": one for one in heads.read(ROOT)}
+    done = designs["pesc/fixed"]
+    running = done._replace(facts={**done.facts, heads.RUNNING: "2 of 75 seeds ran"})
+    monkeypatch.setattr(heads, "read", lambda _: [running])
+    row = pages.designs(ROOT, ledger).partition("</table>")[0]
+    assert f"will decide {len(done.decides)} claims<" in row
 
 
 def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_effect(

@@ -317,7 +317,7 @@ def designs(folder: Path, rows: Sequence[Row]) -> str:
     counted: dict[tuple[str, str], list[tuple[str, int]]] = {}
     every = heads.read(folder)
     for design in every:
-        if design.pool:
+        if design.pool and heads.RUNNING not in design.facts:
             theirs = [_label(by_id[claim], design.pool) for claim in design.decides]
             counted[design.notebook, design.protocol] = Counter(theirs).most_common()
     return page("designs", designs=every, counted=counted)
