@@ -9,6 +9,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+from docutils import nodes
 from matplotlib.figure import Figure
 
 from moebook.lab import papers, plotting
@@ -115,6 +116,16 @@ def test_what_python_says_of_a_named_tuples_field_is_left_out():
         lines = [first]
         extension._without_aliases(None, "attribute", "x", None, None, lines)
         assert lines == kept
+
+
+def test_no_line_ends_between_a_number_and_its_unit_but_code_stays_as_it_is():
+    said = "At 3 M (Eq. 6, Table 12) 2.5 % more, in 10 Minutes of 4 GB."
+    bound = "At 3~M (Eq.~6, Table~12) 2.5~% more, in 10 Minutes of 4~GB."
+    sentence = nodes.paragraph("", said, nodes.literal(text="3 M"))
+    page = nodes.section("", sentence, nodes.literal_block(text="x = 3 M"))
+    extension._bind_numbers(None, page)
+    left = [str(text).replace("\u00a0", "~") for text in page.findall(nodes.Text)]
+    assert left == [bound, "3 M", "x = 3 M"]
 
 
 def test_the_smallest_effect_that_a_pool_sees_stands_beside_the_papers(folder):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,12 @@ ABBREVIATIONS = (
     "(Alg.",
 )
 """What ends no sentence in a docstring: the reference's tables show the first one."""
+BEFORE_UNIT = re.compile(
+    r"(?<=\d) (?=(?:B|GB|GiB|KiB|M|MB|MiB|TB|h|k|kB|min|ms|nats|points?|s|seeds|%)(?!\w))"
+)
+AFTER_MARK = re.compile(r"(?<!\w)(Alg\.|App\.|Eq\.|Fig\.|Sec\.|Table) (?=\d)")
+"""Where no line may end: "3 M", "Eq. 6"."""
+NO_BREAK_SPACE = "\u00a0"
 
 
 def setup(app: Any) -> dict[str, Any]:
@@ -56,6 +63,7 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("builder-inited", _complete)
     app.connect("env-get-outdated", _with_new_styles)
     app.connect("source-read", _insert)
+    app.connect("doctree-read", _bind_numbers)
     app.connect("autodoc-process-docstring", _without_aliases)
     app.connect("html-page-context", _mend, priority=900)  # after all who add scripts
     return {"parallel_read_safe": True}
@@ -120,6 +128,26 @@ def _insert(app: Any, docname: str, source: list[str]) -> None:
         1, {"cell_type": "markdown", "metadata": {}, "source": text}
     )
     source[0] = json.dumps(notebook)
+
+
+def _bind_numbers(app: Any, doctree: Any) -> None:
+    """Let no line end between a number and its unit, or between "Eq." and its number."""
+    from docutils import nodes
+
+    to_copy = (
+        nodes.literal,
+        nodes.literal_block,
+        nodes.math,
+        nodes.math_block,
+        nodes.raw,
+    )
+    for text in [*doctree.findall(nodes.Text)]:
+        if isinstance(text.parent, to_copy):
+            continue
+        bound = BEFORE_UNIT.sub(NO_BREAK_SPACE, str(text))
+        bound = AFTER_MARK.sub(rf"\1{NO_BREAK_SPACE}", bound)
+        if bound != text:
+            text.parent.replace(text, nodes.Text(bound))
 
 
 def _with_one_set_up(cells: Iterable[Any]) -> Iterator[Any]:
