@@ -1,4 +1,4 @@
-"""Two and eight processes write to one store at the same instant: nothing is torn, none crashes."""
+"""Up to eight processes write to one store at the same instant: nothing is torn, none crashes."""
 
 import errno
 import json
