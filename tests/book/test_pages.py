@@ -18,7 +18,7 @@ from moebook.lab.pages import extension, generated, pages
 from moebook.lab.papers.arithmetic import Finding
 from moebook.lab.records import Run, Value, write_run
 from moebook.lab.records.store import LIVE, Pool
-from moebook.lab.run import freshness
+from moebook.lab.run import freshness, pace
 from moebook.storage import write
 from tests import sentences
 from tests.refusals import refused
@@ -532,6 +532,20 @@ def test_a_sentence_of_a_page_or_a_notebook_has_at_most_35_words():
         texts[path.name] = "\n\n".join(told)
     long = {name: [*sentences.long(text)] for name, text in texts.items()}
     assert {name: told for name, told in long.items() if told} == {}
+
+
+HOW_LONG = {"less than a minute": (0, 45), "about a minute": (30, 120)}
+"""What the first cell of a notebook says, and the seconds of CPU that it may stand for."""
+
+
+def test_how_long_a_notebook_says_that_it_takes_is_what_its_record_says():
+    recorded = pace.times(ROOT)["notebooks"]["cpu"]
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        told = re.search(r"\*\*How long:\*\* ([a-z ]+) on one core\.", path.read_text())
+        if told:
+            shortest, longest = HOW_LONG[told[1]]
+            name = path.stem.partition("_")[2]
+            assert shortest < recorded[name] < longest, (name, told[1])
 
 
 def test_a_page_that_would_say_the_same_is_not_written_again(tmp_path, monkeypatch):

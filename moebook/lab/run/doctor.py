@@ -107,7 +107,7 @@ def _line_ends(folder: Path) -> Finding:
             texts.append(path)
     wrong = [path for path in texts if b"\r\n" in path.read_bytes()]
     if not wrong:
-        return Finding("line ends", (), f"of {len(texts)} texts are right")
+        return Finding("line ends", (), f"right in {len(texts)} texts")
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     problem = f"{wrong[0]}{more} have Windows' (CRLF), and other hashes"
     fix = "delete them, then bring them back: git restore ."
