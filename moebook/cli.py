@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moebook import __version__
-from moebook.errors import extra, nearest, refuse, told
+from moebook.errors import extra, nearest, printable, refuse, told
 
 LIVE = ("smoke", "cpu", "gpu", "paper")
 """The tiers at which a whole book can be executed; the others are of pools."""
@@ -39,7 +39,7 @@ BARS = (
 
 MODELS = Path(__file__).parent / "models"
 BASES = sorted(path.parent.name for path in MODELS.glob("*/recipe.yaml"))
-ON = "parameter file beside the notebook: a tier, or a study's such as nano (default: cpu)"
+ON = "parameter file beside the notebook: a tier, or a study's such as nano (default: %(default)s)"
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,13 +49,15 @@ class Parser(argparse.ArgumentParser):
         """Refuse with ``E-USAGE``."""
         hint = f"see {self.prog} --help"
         choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        extra = re.search(r"unrecognized arguments: (\S+)", message)
+        surplus = re.search(r"unrecognized arguments: (.+)", message, re.DOTALL)
         if choice:
             message = f"unknown '{choice[1]}'"
             hint = nearest(choice[1], re.findall(r"[\w-]+", choice[2]))
-        elif extra:
-            message = f"unknown '{extra[1]}'"
-            hint = nearest(extra[1], self._option_string_actions)
+        elif surplus and surplus[1].startswith("-"):
+            message = f"unknown '{surplus[1]}'"
+            hint = nearest(surplus[1], self._option_string_actions)
+        elif surplus:
+            message = f"'{surplus[1]}' is one argument too many"
         refuse("E-USAGE", f"{self.prog}: {message}; {hint}")
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -107,15 +109,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _quiet() -> None:
     """Leave the terminal to our own lines: libraries neither warn nor log there.
 
-    Their bars are kept where someone sees them move, and warnings where ``python -W``
-    asks for them. It comes before any library is imported, some of which read the
-    variables only then.
+    Our own warnings begin with W-, and are a line each. Bars are kept where someone
+    sees them move, and libraries' warnings where ``python -W`` asks for them. It comes
+    before any library is imported, some of which read the variables only then.
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", "W-")
+        warnings.formatwarning = _warned
     logging.disable(logging.CRITICAL)
     if not (sys.stderr and sys.stderr.isatty()):
         os.environ |= dict.fromkeys(BARS, "1")
+
+
+def _warned(message: Warning | str, *_: object, **__: object) -> str:
+    """Write a warning as one line, without the place in the code that it came from."""
+    return f"{printable(str(message))}\n"
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -458,6 +467,10 @@ def evaluate(options: argparse.Namespace) -> int:
     asks = None
     if options.judge:  # refused without its address, before a model is loaded
         asks = judge.Endpoint.from_environment(budget=options.budget)
+    tasks = options.tasks.split(",")
+    for name in tasks:
+        if tasks.count(name) > 1:
+            refuse("E-RANGE", f"--tasks lists '{name}' twice")
     model, tokenizer = models.load(options.base, device=options.device)
     settings: dict[str, Any] = {
         "limit": options.limit,
@@ -469,7 +482,6 @@ def evaluate(options: argparse.Namespace) -> int:
         settings["sampling"] = sampling
     if options.keep is not None:
         settings["keep"] = options.keep
-    tasks = options.tasks.split(",")
     table = evaluation.evaluate(model, tokenizer, tasks, **settings)
     summary = evaluation.summary(table, options.base)
     print(summary.to_string(float_format="{:.3f}".format))

@@ -28,6 +28,8 @@ _MEMORY = re.compile(
     r"|(CUDA|HIP)( error|\]): out of memory|Cuda failure( \d+)? 'out of memory'"
     r"|failed to map segment from shared object(?!: )"  # a colon and another reason may follow
 )
+# How libraries in Rust tell the number of what the system refuses.
+_NUMBER = re.compile(r"\(os error (\d+)\)")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -131,11 +133,34 @@ def _read(error: Exception) -> tuple[str, str]:
     if lacks_memory(whole):
         return "E-MEMORY", no_memory(whole.removesuffix(": "))
     reason = f"{type(error).__name__}: {error!s:.400}".removesuffix(": ")
-    if not isinstance(error, OSError):
+    number = _of_system(error)
+    if number is None:
         return "E-INTERNAL", reason
-    if error.errno in FULL:
+    if number in FULL:
         reason += "; make room there"
-    return SYSTEM.get(error.errno or 0, "E-OS"), reason
+    return SYSTEM.get(number, "E-OS"), reason
+
+
+def _of_system(error: Exception) -> int | None:
+    """Return the number of what the system refused, 0 for one without, None for another error.
+
+    Exceptions of safetensors and tokenizers are no OSError, and say it in their text.
+    """
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = _NUMBER.search(str(error))
+    return int(found[1]) if found else None
+
+
+@contextmanager
+def saving(folder: object) -> Iterator[None]:
+    """Tell in one line what the system refuses where a block saves a folder."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, Refusal) or _of_system(error) is None:
+            raise
+        raise told(error, f"{folder} is not saved") from None
 
 
 @contextmanager

@@ -191,11 +191,13 @@ def write(
     bos: int,
     eos: int,
     seed: int,
+    tokenizer: str,
 ) -> dict[str, Any]:
     """Tokenise every source into ``<source>.<train|held_out>.u16`` below a folder.
 
     ``encode`` maps texts to token ids below 65,536, without the ``bos`` and ``eos`` that each
-    document gets. Returns tokens by source and part, package versions, seed and sha256.
+    document gets; ``tokenizer`` is the hash of the file that tells how. Returns tokens by source
+    and part, package versions, seed, the tokenizer's hash and sha256.
     """
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
@@ -211,7 +213,7 @@ def write(
             digest.update(piece.tobytes())
             tokens[f"{source}.{part}"] = len(piece)
     facts = {"packages": versions(), "seed": seed, "sha256": digest.hexdigest()}
-    described: dict[str, Any] = {"tokens": tokens} | facts
+    described: dict[str, Any] = {"tokens": tokens, "tokenizer": tokenizer} | facts
     storage.write(folder / "corpus.json", json.dumps(described, indent=1))
     return described
 
@@ -226,8 +228,17 @@ def batch(
 ) -> np.ndarray:
     """Draw a batch of windows of token ids, int64 [rows, length], by (seed, step) alone.
 
-    ``weights`` says which share of the rows comes from which of the ``streams``.
+    ``weights`` says which share of the rows comes from which of the ``streams``. A stream's last
+    window is never drawn: with it the bases would have been trained on other draws.
     """
+    total = sum(weights.values())
+    if abs(total - 1) > 1e-9:
+        refuse("E-RANGE", f"shares of the windows must sum to 1, got {total:g}")
+    for name, share in weights.items():
+        tokens = len(streams[name])
+        if share and tokens <= length:
+            expected = f"expected more than the {length} of a window"
+            refuse("E-DATA", f"{name} has {tokens} tokens, {expected}; add text to it")
     rng = np.random.default_rng((seed, step))
     names = list(weights)
     windows = []

@@ -43,6 +43,7 @@ from recipes import corpus
 SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
 FEWEST_TOKENS = 256 + len(SPECIAL)  # each byte is a token
 TOKENIZER_SAMPLE = 6_000_000  # characters in all, shared out by the mixture
+TOKENIZER = "tokenizer/tokenizer.json"  # in the folder of a pretraining
 SAVE_EVERY = 200
 PART = "15MB"  # at most, of a file of weights: a large base can be carried in parts
 FIRST_LOSSES = 50  # kept in the manifest; a test repeats these steps
@@ -191,9 +192,10 @@ def prepare(
 ) -> tuple[PreTrainedTokenizerFast, dict[str, Any]]:
     """Make the tokenizer and the token files below ``work``, or take them when they are there."""
     if (work / "corpus" / "corpus.json").is_file():
+        described = _described(work)
         with formed(work / "tokenizer"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
-        return tokenizer, _described(work / "corpus")
+        return tokenizer, described
     tokenizer = train_tokenizer(recipe)
     tokenizer.save_pretrained(work / "tokenizer")
 
@@ -202,11 +204,15 @@ def prepare(
 
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
-    return tokenizer, corpus.write(work / "corpus", encode, bos, eos, recipe.seed)
+    hashed = str(storage.digest(work / TOKENIZER))
+    folder = work / "corpus"
+    described = corpus.write(folder, encode, bos, eos, recipe.seed, hashed)
+    return tokenizer, described
 
 
-def _described(folder: Path) -> dict[str, Any]:
-    """What `corpus.write` tells of its token files, which must be those that it wrote."""
+def _described(work: Path) -> dict[str, Any]:
+    """What `corpus.write` tells of its token files, which must be here with their tokenizer."""
+    folder = work / "corpus"
     file = folder / "corpus.json"
     digest = hashlib.sha256()
     with formed(file):
@@ -215,9 +221,13 @@ def _described(folder: Path) -> dict[str, Any]:
         for name in described["tokens"]:
             path = folder / f"{name}.u16"
             digest.update(path.read_bytes() if path.is_file() else b"")
+        hashed = described.get("tokenizer")
+    fix = f"delete {folder} to make them again"
     if digest.hexdigest() != expected:
-        fix = f"delete {folder} to make them again"
         refuse("E-HASH", f"{folder}: not the token files of {file.name}; {fix}")
+    if storage.digest(work / TOKENIZER) != hashed:
+        problem = f"{work / TOKENIZER}: not the tokenizer that {file} names"
+        refuse("E-HASH", f"{problem}; {fix}")
     return described
 
 

@@ -2,8 +2,9 @@
 
 Modules and names that only POSIX has are hidden from our own code alone: other packages choose
 theirs by `sys.platform`, which cannot be changed without breaking Python's own library. A text file
-that is opened without an encoding is an error too: elsewhere the default is not UTF-8. What is left
-out is `moebook.kernels._triton`, which is imported only where Triton runs.
+that is opened without an encoding, by the imports or by `moebook list`, which runs afterwards, is
+an error too: elsewhere the default is not UTF-8. What other code of ours opens is not seen here.
+Left out is `moebook.kernels._triton`, which is imported only where Triton runs.
 """
 
 import builtins

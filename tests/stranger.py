@@ -160,7 +160,7 @@ def exact(claim, pool):
 def extent(claim, pool, effects):
     """What is known of the effect: an interval, or one number where nothing was drawn."""
     if exact(claim, pool):
-        return effects[0].mean(), effects[0].mean()
+        return effects.mean(), effects.mean()
     return ends(effects)
 
 
@@ -168,11 +168,15 @@ def verdict(claim, pool, effects):
     """Say what a pool decides about a claim."""
     if claim.get("untestable") and pool.tier != "paper":
         return "not testable here"
+    if claim.get("presupposes"):
+        above, below = claim["presupposes"]
+        if not ends(np.array(pool.effects(above, below)))[0] > 0:
+            return "not testable here"
     computed = exact(claim, pool)
     low, high = extent(claim, pool, effects)
     where = side(claim, low, high)
     if computed:
-        sides = {where}
+        sides = {side(claim, seed, seed) for seed in effects.mean(axis=1)}
         for task, name in pool.by_task(claim["value"]).items():
             reference = claim["reference"]
             if isinstance(reference, str):
@@ -207,20 +211,34 @@ def verdict(claim, pool, effects):
     return "too small to see here" if abs(claimed) < half else "inconclusive"
 
 
-def running(path, pool):
-    """Whether a study has yet to run seeds that its head plans: ``# Seeds: 0-9``.
-
-    It has ended where its head says why (``# Stopped: why``).
-    """
+def planned(path, name):
+    """The seeds that a head plans, ``# Seeds: 0-9``; none where it says why it stopped."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    planned = re.search(r"^# Seeds: ([\d,-]+)$", text, re.MULTILINE)
-    if not planned or "\n# Stopped: " in text:
-        return False
+    told = re.search(rf"^# {name}: ([\d,-]+)$", text, re.MULTILINE)
     seeds = set()
-    for span in planned[1].split(","):
+    if not told or "\n# Stopped: " in text:
+        return seeds
+    for span in told[1].split(","):
         first, _, last = span.partition("-")
         seeds |= set(range(int(first), int(last or first) + 1))
-    return not seeds <= pool.seeds
+    return seeds
+
+
+def running(path, pool):
+    """Whether a study has yet to run seeds that its head plans."""
+    return not planned(path, "Seeds") <= pool.seeds
+
+
+def have_all(claim, pool, path):
+    """Whether all seeds that decide a claim, planned first or once more, measured it."""
+    names = [claim["value"]]
+    reference = claim["reference"]
+    if isinstance(reference, str):
+        names.append(reference)
+    if isinstance(reference, list):
+        names += reference
+    wanted = planned(path, "Seeds") | planned(path, "Ten other seeds")
+    return all(wanted <= pool.numbers[name].keys() for name in names)
 
 
 def deciders(folder):
@@ -263,6 +281,9 @@ def main(folder):
                 effects = compared(claim, pool)
                 if effects is not None:
                     decides = (notebook, protocol) in named[claim["id"]]
+                    decides = decides and have_all(
+                        claim, pool, heads[notebook, protocol]
+                    )
                     scales[pool.scale].append((decides, pool, effects))
             verdicts[claim["id"]] = {
                 scale: judged(claim, every) for scale, every in scales.items()

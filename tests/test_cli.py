@@ -1,5 +1,6 @@
 """The command line: what it prints, its exit codes, and how quickly it starts."""
 
+import json
 import os
 import subprocess
 import sys
@@ -138,6 +139,14 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(
     )
     assert not (project / "runs").exists()
     assert not (project / "results").exists()
+
+
+def test_a_word_too_many_is_told_whole_without_options_for_it(project, capsys):
+    assert cli.main(["compare", "a.ipynb", "my run.ipynb"]) == 2
+    assert capsys.readouterr().err == (
+        "E-USAGE: moebook compare: 'my run.ipynb' is one argument too many; "
+        "see moebook compare --help\n"
+    )
 
 
 def test_a_path_that_counts_from_elsewhere_than_the_project_is_refused(
@@ -396,6 +405,14 @@ print("code:", main({words.split()}))"""
     )
 
 
+def test_each_command_names_the_protocol_that_it_takes_by_default(capsys):
+    for command, protocol in (("run", "cpu"), ("plan", "paper")):
+        with pytest.raises(SystemExit):
+            cli._parse([command, "--help"])
+        told = " ".join(capsys.readouterr().out.split())
+        assert f"such as nano (default: {protocol})" in told
+
+
 def test_libraries_add_nothing_to_the_line(project):
     code = """
 import logging, sys, warnings
@@ -433,3 +450,23 @@ def test_without_docstrings_a_command_lacks_its_help_alone(project):
     for words in ("list", "--help"):
         told = subprocess.check_output([*command, words], text=True, env=environment)
         assert ("01_toy.ipynb" if words == "list" else "verify") in told
+
+
+def test_a_command_whose_prompts_are_cut_says_so_in_one_line(project):
+    row = {"prompt": "one and two " * 200, "answer": "three", "split": "test"}
+    (project / "long.jsonl").write_text(json.dumps(row))
+    command = [sys.executable, "-m", "moebook.cli", "evaluate", "nano"]
+    done = subprocess.run(
+        [*command, "--tasks", "long.jsonl"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )
+    assert done.returncode == 0, done.stderr
+    told = "1 of 1 prompts were cut on the left to fit the model's 512 tokens"
+    assert done.stderr == f"W-LONG: {told}\n"
+
+
+def test_a_task_that_is_listed_twice_is_refused(capsys):
+    assert cli.main(["evaluate", "nano", "--tasks", "gcd,isa,gcd"]) == 2
+    assert capsys.readouterr().err == "E-RANGE: --tasks lists 'gcd' twice\n"

@@ -21,6 +21,8 @@ import nbformat
 import yaml
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from moebook import errors
+
 BOOK = Path(__file__).parents[1] / "book"
 BLOCK = re.compile(r"(?s):::\{(exercise|solution)\} *(.*?)\n(.*?)\n:::(?:\n|$)")
 CODE = re.compile(
@@ -140,5 +142,9 @@ def write(folder: Path) -> list[Path]:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m workshop.editions FOLDER")
-    for path in write(Path(sys.argv[1])):
-        print(path)
+    try:
+        for path in write(Path(sys.argv[1])):
+            print(path)
+    except (errors.Refusal, OSError) as error:
+        print(errors.told(error), file=sys.stderr)
+        sys.exit(2)

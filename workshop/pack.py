@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from moebook import storage
+from moebook import errors, storage
 from moebook.errors import Refusal, refuse
 from moebook.lab.run.sources import size
 from moebook.storage import folders
@@ -133,6 +133,6 @@ def _run(command: list[str], what: str, **how: object) -> str:
 if __name__ == "__main__":
     try:
         print(f"pack: {main(storage.checkout())}")
-    except Refusal as refusal:
-        print(refusal, file=sys.stderr)
+    except (Refusal, OSError) as error:
+        print(errors.told(error), file=sys.stderr)
         sys.exit(2)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from moebook import storage
+from moebook import errors, storage
 from moebook.errors import Refusal, refuse
 from moebook.lab.pages import rendering
 
@@ -69,6 +69,6 @@ if __name__ == "__main__":
     try:
         place = storage.checkout()
         print(f"pdf: {write(place / '_build' / 'moebook.pdf', place)}")
-    except Refusal as refusal:
-        print(refusal, file=sys.stderr)
+    except (Refusal, OSError) as error:
+        print(errors.told(error), file=sys.stderr)
         sys.exit(2)

@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from moebook import storage
+from moebook import errors, storage
 from moebook.errors import Refusal, refuse
 from moebook.lab.evidence import prose, verdicts
 from moebook.lab.pages import pages
@@ -54,6 +54,6 @@ if __name__ == "__main__":
         place = storage.checkout()
         readme = place / "README.md"
         storage.write(readme, renewed(readme.read_text(encoding="utf-8"), place))
-    except Refusal as refusal:
-        print(refusal, file=sys.stderr)
+    except (Refusal, OSError) as error:
+        print(errors.told(error), file=sys.stderr)
         sys.exit(2)

@@ -13,21 +13,24 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 from nbconvert.filters import markdown2html
 
-from moebook import storage
+from moebook import errors, storage
 from moebook.errors import Refusal, refuse
 from moebook.lab import papers
 from moebook.lab.evidence import prose, verdicts
 from moebook.lab.pages.pages import TITLES
+from moebook.lab.run import sources
 from workshop.editions import exercises, plain
 
 HERE = Path(__file__).parent
 EQUATION = re.compile(r"([^\n]+(?:\n[^\n]+)*)\n\n\$\$\n(.*?)\n\$\$", re.DOTALL)
+IDEA = re.compile(r"# .*\n\n(.+(?:\n.+)*)")
 FIGURE = re.compile(
     r"(?s)```\{figure\} (\S+)\n.*?^:alt: (.*?)\n\n(.*?)\n```", re.MULTILINE
 )
@@ -54,15 +57,14 @@ def slides(paper: str, folder: Path) -> Iterator[Slide]:
     executed = sorted((book / "notebooks").glob(f"*_{paper}_findings.ipynb"))
     if not executed:
         refuse("E-BOOK", f"no results of {paper} in {book}/notebooks; run: make book")
-    theory = (book / f"{paper}_theory.md").read_text(encoding="utf-8")
-    (notebook,) = (folder / "notebooks").glob(f"*_{paper}.ipynb")
-    title = storage.read_ipynb(notebook)["cells"][0]["source"].partition("\n")[0]
+    theory = book / f"{paper}_theory.md"
+    title = sources.find(folder, paper).title
     yield Slide(TITLES[paper], f"**{title.partition(': ')[2].capitalize()}**")
-    idea = theory.partition("# ")[2].split("\n\n")[1]
-    path, alt, caption = FIGURE.search(theory).groups()  # type: ignore[union-attr]
+    (idea,) = _part(theory, IDEA, "paragraph below its title")
+    path, alt, caption = _part(theory, FIGURE, "figure")
     diagram = data((book / path).read_bytes(), "svg+xml")
     yield Slide("The idea", plain(idea), diagram, alt, plain(caption))
-    before, equation = EQUATION.search(theory).groups()  # type: ignore[union-attr]
+    before, equation = _part(theory, EQUATION, "equation below a paragraph")
     yield Slide("In one equation", f"{plain(before)}\n\n$$\n{equation}\n$$")
     told = prose.pages(folder, verdicts.ledger(folder, live=False))[f"found_{paper}"]
     answer, _, surprise = told.strip().partition("**The surprise.** ")
@@ -72,14 +74,25 @@ def slides(paper: str, folder: Path) -> Iterator[Slide]:
         yield from _results(storage.read_ipynb(notebook)["cells"])
     if surprise:
         yield Slide("The surprise", surprise)
-    _, tasks = exercises(book / f"{paper}_exercises.md")
+    page = book / f"{paper}_exercises.md"
+    _, tasks = exercises(page)
+    if not tasks:
+        refuse("E-BOOK", f"{page} has no exercise, which the slides show; write one")
     yield Slide(f"Your turn: {tasks[0].title}", plain(tasks[0].text))
+
+
+def _part(page: Path, part: re.Pattern[str], name: str) -> tuple[str, ...]:
+    """Find the first part of a page that has this form; E-BOOK where there is none."""
+    found = part.search(page.read_text(encoding="utf-8"))
+    if found is None:
+        refuse("E-BOOK", f"{page} has no {name}, which the slides show; write one")
+    return found.groups()
 
 
 def _results(cells: list[Any]) -> Iterator[Slide]:
     """Make a slide of each figure of an executed notebook: heading, figure, what one sees."""
     heading = ""
-    for cell, after in zip(cells, [*cells[1:], None], strict=True):
+    for cell, after in zip_longest(cells, cells[1:]):
         if cell["cell_type"] == "markdown":
             found = re.findall(r"^## +(.+)$", cell["source"], re.MULTILINE)
             heading = found[-1] if found else heading
@@ -124,6 +137,6 @@ if __name__ == "__main__":
     try:
         for deck in write(Path(sys.argv[1]), storage.checkout()):
             print(deck)
-    except Refusal as refusal:
-        print(refusal, file=sys.stderr)
+    except (Refusal, OSError) as error:
+        print(errors.told(error), file=sys.stderr)
         sys.exit(2)

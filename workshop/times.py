@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import moebook
-from moebook import runtime, storage
+from moebook import errors, runtime, storage
 from moebook.errors import Refusal, refuse, refuse_unknown
 from moebook.lab import records
 from moebook.lab.run import children, pace
@@ -61,7 +61,10 @@ def spent() -> float:
 
 
 def main(names: list[str], folder: Path) -> Path:
-    """Measure commands and write the record; what is measured for another release is dropped."""
+    """Measure commands and write the record; that of another release or machine is dropped.
+
+    A notebook's time counts by the pace of its machine: it is measured with the notebooks.
+    """
     busy = os.getloadavg()[0]
     if busy > QUIET:
         refuse(
@@ -70,17 +73,14 @@ def main(names: list[str], folder: Path) -> Path:
         )
     path = folder / "results" / pace.RECORD
     told = pace.times(folder)
-    if told.get("version") != moebook.__version__:
-        told = {"version": moebook.__version__, "commands": {}, "notebooks": {}}
-    machine = runtime.environment()
-    told["machine"] = {
-        part: machine[part] for part in ("cpu", "cores", "memory", "system")
-    }
-    told["pace"] = measured_pace(folder)
+    here = {"version": moebook.__version__, "machine": machine()}
+    if any(told.get(name) != fact for name, fact in here.items()):
+        told = {**here, "commands": {}, "notebooks": {}}
     for name in names:
         runs = [measure(name, folder) for _ in range(RUNS)]
         if name in TIERS:
-            told["notebooks"][TIERS[name]] = runs[-1]["notebooks"]
+            told["pace"] = measured_pace(folder)
+            told["notebooks"][TIERS[name]] = medians([run["notebooks"] for run in runs])
         told["commands"][name] = {
             "wall": statistics.median(run["wall"] for run in runs),
             "cpu": statistics.median(run["cpu"] for run in runs),
@@ -90,6 +90,17 @@ def main(names: list[str], folder: Path) -> Path:
         }
         storage.write(path, json.dumps(told, indent=1) + "\n")
     return path
+
+
+def machine() -> dict[str, Any]:
+    """Say what the times of a machine depend on."""
+    facts = runtime.environment()
+    return {part: facts[part] for part in ("cpu", "cores", "memory", "system")}
+
+
+def medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median time of each notebook over runs of one command."""
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def measured_pace(folder: Path) -> float:
@@ -104,5 +115,6 @@ if __name__ == "__main__":
         for name in sys.argv[1:]:
             refuse_unknown(name, pace.COMMANDS, "E-USAGE", f"unknown '{name}':")
         print(main(sys.argv[1:] or list(pace.COMMANDS), storage.checkout()))
-    except Refusal as refusal:
-        sys.exit(str(refusal))
+    except (Refusal, OSError) as error:
+        print(errors.told(error), file=sys.stderr)
+        sys.exit(2)

@@ -216,6 +216,10 @@ def consistency(checkpoints: Each[Tensor]) -> pd.DataFrame:
     for number, sets in enumerate(checkpoints):
         tensors[f"checkpoint {number}"] = (sets, "L T E", "bool")
     shapes("consistency", tensors, empty="")
+    for name, (sets, *_) in tensors.items():
+        if not sets.any(-1).all():
+            none = f"{name} has a token that activates no expert in a layer"
+            refuse("E-RANGE", f"{none}, expected at least one")
     scores = []
     for before, after in combinations(checkpoints, 2):
         # Sec. 5.3.3, Jaccard's index of a token's experts before and after: those in

@@ -201,12 +201,12 @@ def pinned(source: Source, revision: Origin, split: str = "") -> Rows:
 
 def _part(place: Path, source: Source, split: str) -> Rows:
     """Read a split of a folder, or a part of it."""
-    name, _, part = split.partition("[")
+    name = split.partition("[")[0]
     rows: list[tuple[str, Mapping[str, Any]]] = []
     for path in shards(place, source.repo, source.config, name):
         rows += local(path)
     try:
-        instruction = datasets.ReadInstruction.from_spec(split if part else name)
+        instruction = datasets.ReadInstruction.from_spec(split)
         (cut,) = instruction.to_absolute({name: len(rows)})
     except (ValueError, AssertionError) as error:
         expected = "expected a part as validation[50%:]"

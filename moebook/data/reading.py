@@ -12,12 +12,14 @@ from typing import Annotated, Any, NoReturn
 
 import datasets
 
-from moebook.errors import Refusal, refuse
+from moebook.errors import Refusal, located, refuse
 from moebook.settings import NAMED, checked
 
 Rows = Sequence[tuple[str, Mapping[str, Any]]]  # where a row stands, and the raw row
+BATCH = 1000  # rows of a parquet file that are read at once
 LONGEST_LINE = 50_000_000  # bytes; a longer line is not a row but a mistake
 ENDINGS = (".jsonl", ".json", ".parquet", ".jsonl.gz")
+KINDS = f"files that are read end in {', '.join(ENDINGS)}"
 SCRIPTS = (".py", ".pyc", ".ipynb", ".sh")
 """Endings of what is no data: no code is ever run."""
 
@@ -33,8 +35,10 @@ def local(path: Annotated[Path, NAMED]) -> Rows:
     if path.suffix in (".parquet", ".json"):
         rows = _columns(path)
     else:
+        kinds = "" if path.name.endswith(ENDINGS) else KINDS
         try:
-            rows = list(_lines(path))
+            with located("", fix=kinds):
+                rows = list(_lines(path))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             broken = f"not a whole gzip file ({error})"
             refuse("E-DATA", f"{path}: {broken}; fetch it again")
@@ -51,9 +55,9 @@ def _columns(path: Path) -> list[tuple[str, Any]]:
         else:
             # Else brackets in a name would be a pattern, and another file might fit it.
             named = glob.escape(str(path))
-            table = datasets.load_dataset(
-                "parquet", data_files=named, split="train", streaming=True
-            )
+            # By default a batch is as long as the first group of rows: none is refused.
+            how = {"split": "train", "streaming": True, "batch_size": BATCH}
+            table = datasets.load_dataset("parquet", data_files=named, **how)
             rows = list(table)
     except Refusal:
         raise

@@ -156,7 +156,15 @@ def exchange(messages: object, where: str) -> Row:
         hold = ", ".join(roles) or "nothing"
         expected = "expected a prompt, an answer and perhaps a system message first"
         refuse("E-DATA", f"{where}: messages hold {hold}; {expected}: split long talks")
-    return dict(turns)
+    row = dict(turns)
+    _refuse_blank(row["answer"], where)
+    return row
+
+
+def _refuse_blank(answer: str, where: str) -> None:
+    """Refuse an answer without a word: only the end token would be learnt from it."""
+    if not answer.strip():
+        refuse("E-DATA", f"{where}: the answer is blank, expected text; leave it out")
 
 
 def _turn(message: Any, where: str) -> tuple[str, str]:
@@ -208,7 +216,9 @@ def instruction(raw: Mapping[str, Any], where: str) -> Row:
     given = field(raw, "input", where, default="")
     if prompt and given:
         prompt += "\n"
-    return {"prompt": prompt + given, "answer": field(raw, "output", where)}
+    answer = field(raw, "output", where)
+    _refuse_blank(answer, where)
+    return {"prompt": prompt + given, "answer": answer}
 
 
 FORMS = {"gsm8k": gsm8k, "conversation": conversation, "instruction": instruction}

@@ -13,7 +13,7 @@ from torch import nn
 from moebook.data import hub, tasks
 from moebook.data.tasks import KNOWN, Item, Task
 from moebook.errors import extra, nearest, refuse
-from moebook.evaluation.model import InMemory
+from moebook.evaluation.model import InMemory, Pair
 from moebook.intervals import interval
 from moebook.nn import evaluating
 from moebook.settings import Count, Each, Place, checked, columns
@@ -321,7 +321,8 @@ def _answered(lm: InMemory, drawn: Sequence[Drawn], format: str) -> list[Line]:
     if not drawn:
         return []
     pairs = lm.pairs([one.row for one in drawn], format)
-    limits = [(one.task.max_new_tokens, ()) for one in drawn]
+    _check_lengths(lm, drawn, pairs)
+    limits = [(one.task.limit(one.split), ()) for one in drawn]
     chances = {one.asked: one.task.majority(one.split) for one in drawn}
     # All tasks at once: rows of several make fuller batches.
     results = lm.examine(pairs, limits)
@@ -342,10 +343,14 @@ def _chosen(lm: InMemory, drawn: Sequence[Drawn], format: str) -> list[Line]:
     if not drawn:
         return []
     rows = []
+    asked = []  # the item of each row
     for one in drawn:
-        rows += [one.row | {"answer": choice} for choice in one.item.choices]
+        for choice in one.item.choices:
+            rows.append(one.row | {"answer": choice})
+            asked.append(one)
     # The end token is no part of a choice.
     pairs = [(before, scored[:-1]) for before, scored in lm.pairs(rows, format)]
+    _check_lengths(lm, asked, pairs)
     results = zip(pairs, lm.score(pairs), strict=True)
     lines = []
     for one in drawn:
@@ -354,6 +359,13 @@ def _chosen(lm: InMemory, drawn: Sequence[Drawn], format: str) -> list[Line]:
         scores = np.array([score for _, (score, _) in of_item])
         lines.append(_choice(one, tokens, scores))
     return lines
+
+
+def _check_lengths(lm: InMemory, drawn: Sequence[Drawn], pairs: Sequence[Pair]) -> None:
+    """Refuse an answer longer than the model, by its item's place (E-RANGE)."""
+    for one, (_, scored) in zip(drawn, pairs, strict=True):
+        place = one.item.where or f"{one.task.name}, item {one.number}"
+        lm.refuse_longer(scored, place)
 
 
 def _choice(one: Drawn, tokens: Sequence[int], scores: np.ndarray) -> Line:

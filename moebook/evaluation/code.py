@@ -93,17 +93,39 @@ def tests(task: str, item: Mapping[str, Any]) -> dict[str, Any]:
         before = ""
         given = item["test_setup_code"]
         asserts = "\n".join(item["test_list"])
-        if not ast.parse(asserts).body:
-            raise ValueError("field 'test_list' has no test: any program would pass")
-        solution = ast.parse(item["code"]).body
-        own = [node.name for node in solution if isinstance(node, ast.FunctionDef)]
+        _refuse_untested("test_list", asserts)
+        own = _functions(item["code"])
     else:
         before = given = item["prompt"]
         own = [item["entry_point"]]
         asserts = f"{item['test']}\ncheck({item['entry_point']})"
+        _refuse_untested("test", item["test"])
+        if "check" not in _functions(item["test"]):
+            raise ValueError("field 'test' defines no function check")
+        if item["entry_point"] not in _functions(item["prompt"]):
+            raise ValueError("field 'prompt' does not define the 'entry_point'")
     # Damaged tests are told here, not as a failure of the program.
-    ast.parse(f"{given}\n{asserts}")
+    _parsed(f"{given}\n{asserts}")
     return {"before": before, "given": given, "tests": asserts, "own": own}
+
+
+def _refuse_untested(field: str, text: str) -> None:
+    """Refuse tests without an assert (ValueError)."""
+    if not any(isinstance(node, ast.Assert) for node in ast.walk(_parsed(text))):
+        raise ValueError(f"field '{field}' has no test: any program would pass")
+
+
+def _functions(text: str) -> list[str]:
+    """Return the names of the functions that a module defines at its top."""
+    return [
+        node.name for node in _parsed(text).body if isinstance(node, ast.FunctionDef)
+    ]
+
+
+def _parsed(text: str) -> ast.Module:
+    """Parse Python. What it warns of is its author's business."""
+    with warnings.catch_warnings(action="ignore"):
+        return ast.parse(text)
 
 
 @checked

@@ -76,8 +76,8 @@ LOAD = 0x20
 JUMP = 0x15
 RETURN = 0x06
 KILL = 0
-REFUSED = 0x00050001
-ALLOW = 0x7FFF0000  # refused with EPERM
+REFUSED = 0x00050001  # refused with EPERM
+ALLOW = 0x7FFF0000
 
 
 def confine() -> None:

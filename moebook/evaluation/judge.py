@@ -50,6 +50,8 @@ with formed(Path(__file__).with_name("judge.yaml")) as _FILE:
         RUBRICS[_kind] = _rubric["criteria"]
         KIND_OF |= dict.fromkeys(_rubric["tasks"], _kind)
 LONGEST = 20_000  # characters of an answer that a judge is shown
+# What a reply that is not of the expected form raises where it is read.
+SHAPELESS = (KeyError, IndexError, TypeError, ValueError, RecursionError)
 # Errors of a connection after which another attempt may help.
 PASSING = (
     httpx2.NetworkError,
@@ -271,7 +273,7 @@ class Judge:
             content = answer.json()
             text = content["choices"][0]["message"]["content"]
             said = json.loads(text[text.index("{") : text.rindex("}") + 1])
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        except (*SHAPELESS, AttributeError):
             raise ValueError(f"it said {answer.text[:200]!r}") from None
         if not isinstance(said, dict) or not check(said):
             raise ValueError(f"it said {text[:200]!r}")
@@ -319,7 +321,7 @@ def _tokens(answer: httpx2.Response) -> tuple[int, int] | None:
         usage = answer.json()["usage"]
         read = usage["prompt_tokens"]
         written = usage["completion_tokens"]
-    except (KeyError, IndexError, TypeError, ValueError):
+    except SHAPELESS:
         return None
     if type(read) is int and type(written) is int and min(read, written) >= 0:
         return read, written

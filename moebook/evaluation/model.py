@@ -20,10 +20,9 @@ from moebook.data import IGNORED, encode, padded
 from moebook.errors import refuse, shown
 from moebook.kernels.bank_scoring import token_nats
 from moebook.kernels.dispatch import natural
-from moebook.models.anatomy import longest
 from moebook.models.conventions import check, end_tokens, keeps_cache, reads_prompt
 from moebook.nn import plain
-from moebook.nn.batch import vocabulary
+from moebook.nn.batch import longest, vocabulary
 from moebook.runtime import progress
 from moebook.settings import SIZE
 
@@ -108,7 +107,7 @@ class InMemory:
                     "E-DATA",
                     f"an answer behind {text!r} has no token; expected one to score",
                 )
-        pairs = self._fitting(pairs, [0] * len(pairs))
+        pairs = self._fitting(pairs)
         lengths = [len(before) + len(scored) for before, scored in pairs]
         by_length = sorted(range(len(pairs)), key=lengths.__getitem__)
         scores: dict[int, tuple[float, bool]] = {}
@@ -126,8 +125,10 @@ class InMemory:
     ) -> list[str]:
         """Continue each context up to an end token, a stop string or the limit.
 
-        Tokens are the likeliest, or ``drawn``, each context's by its own generator:
-        what shares a batch changes nothing but roundings.
+        Where the model's length comes before the limit, the answer ends there. A context
+        is cut only where the model cannot read it whole; then it leaves room for the
+        limit, as with lm-eval. Tokens are the likeliest, or ``drawn``, each context's by
+        its own generator: what shares a batch changes nothing but roundings.
         """
         pairs: list[Pair] = [(ids, []) for ids in contexts]
         return [text for text, _ in self._answered(pairs, limits, drawn)]
@@ -137,6 +138,7 @@ class InMemory:
     ) -> list[tuple[str, float]]:
         """Return what `answer` and `score` give, reading a context once if possible."""
         if reads_prompt(self.model) or not keeps_cache(self.model):
+            pairs = self._fitting(pairs)
             texts = self.answer([before for before, _ in pairs], limits)
             values = [value for value, _ in self.score(pairs)]
             return list(zip(texts, values, strict=True))
@@ -149,11 +151,9 @@ class InMemory:
         if len(limits) != len(pairs):
             counts = f"{len(pairs)} contexts have {len(limits)} limits"
             refuse("E-SHAPE", f"{counts}, expected as many")
-        rooms = []
-        for (_, scored), (most, _) in zip(pairs, limits, strict=True):
+        for most, _ in limits:
             natural("answer", "limit", most, SIZE, "new tokens")
-            rooms.append(max(0, most - len(scored)))
-        pairs = self._fitting(pairs, rooms)
+        pairs = self._fitting(pairs, [most for most, _ in limits])
         write = self._continued if keeps_cache(self.model) else self._rereading
         # Rows of a batch have the same limit, and about as many tokens.
         lengths = [len(before) for before, _ in pairs]
@@ -164,7 +164,8 @@ class InMemory:
             for rows in self._batches(groups, "generation"):
                 most, stops = limits[rows[0]]
                 batch = [pairs[row] for row in rows]
-                written = write(batch, most, stops, _of_rows(drawn, rows))
+                mosts = [min(most, self._left(before)) for before, _ in batch]
+                written = write(batch, mosts, stops, _of_rows(drawn, rows))
                 answers.update(zip(rows, written, strict=True))
         return [answers[row] for row in range(len(pairs))]
 
@@ -194,18 +195,27 @@ class InMemory:
 
     @torch.no_grad()
     def _continued(
-        self, pairs: list[Pair], most: int, stops: tuple[str, ...], drawn: Drawn | None
+        self,
+        pairs: list[Pair],
+        mosts: list[int],
+        stops: tuple[str, ...],
+        drawn: Drawn | None,
     ) -> list[tuple[str, float]]:
         """Take a token again and again; rows that have ended leave the batch."""
-        ids, mask = self._padded([before for before, _ in pairs], left=True)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        ids, mask, positions = self._placed([before for before, _ in pairs])
         # Logits are needed of the last place alone.
         last = torch.tensor([-1], device=ids.device)
         cache = None
         going = list(range(len(pairs)))  # rows that have not ended
         taken: list[list[int]] = [[] for _ in pairs]
         scores: list[float] = []
-        for _ in range(most):
+        for _ in range(max(mosts)):
+            if mask.shape[1] > self.longest:
+                # The longest have ended. Some models (GPT-Neo) take no more columns than
+                # positions, not even of padding: the others are read anew, without it.
+                read = [pairs[row][0] + taken[row] for row in going]
+                ids, mask, positions = self._placed(read)
+                cache = None
             inputs = {
                 "input_ids": ids,
                 "attention_mask": mask,
@@ -223,7 +233,7 @@ class InMemory:
                 taken[row].append(token)
             lines = []
             for line, row in enumerate(going):
-                if not self._ended(taken[row], stops):
+                if not self._ended(taken[row], mosts[row], stops):
                     lines.append(line)
             if not lines:
                 break
@@ -242,7 +252,11 @@ class InMemory:
 
     @torch.no_grad()
     def _rereading(
-        self, pairs: list[Pair], most: int, stops: tuple[str, ...], drawn: Drawn | None
+        self,
+        pairs: list[Pair],
+        mosts: list[int],
+        stops: tuple[str, ...],
+        drawn: Drawn | None,
     ) -> list[tuple[str, float]]:
         """Take token after token as `_continued`, by a pass over all tokens so far.
 
@@ -251,13 +265,17 @@ class InMemory:
         """
         taken: list[list[int]] = [[] for _ in pairs]
         going = list(range(len(pairs)))
-        for _ in range(most):
+        for _ in range(max(mosts)):
             read = [(pairs[row][0], taken[row]) for row in going]
             logits = self._last_logits(read)
             tokens = _next(logits, going, drawn)
             for row, token in zip(going, tokens.tolist(), strict=True):
                 taken[row].append(token)
-            going = [row for row in going if not self._ended(taken[row], stops)]
+            left = []
+            for row in going:
+                if not self._ended(taken[row], mosts[row], stops):
+                    left.append(row)
+            going = left
             if not going:
                 break
         return [(self._text(tokens, stops), math.nan) for tokens in taken]
@@ -284,7 +302,7 @@ class InMemory:
         logits = out.logits[:, -1:]
         if count > 1:
             after = places[:, -1:] + torch.arange(1, count, device=ids.device)
-            # A shorter row's padding may lie behind the last position that the model knows.
+            # Padding alone may lie behind the last position that the model knows.
             after = after.clamp(max=self.longest - 1)
             rest = self.model(
                 input_ids=ids[:, :-1],
@@ -298,14 +316,25 @@ class InMemory:
         nats = _numbers(token_nats(logits[:, :count], targets))
         return (-nats.double().sum(1)).tolist()
 
-    def _ended(self, tokens: list[int], stops: tuple[str, ...]) -> bool:
+    def _ended(self, tokens: list[int], most: int, stops: tuple[str, ...]) -> bool:
+        if len(tokens) >= most or tokens[-1] in self.ends:
+            return True
         text = self.tokenizer.decode(tokens) if stops else ""
-        return tokens[-1] in self.ends or any(stop in text for stop in stops)
+        return any(stop in text for stop in stops)
+
+    def _left(self, before: list[int]) -> int:
+        """Count the tokens that the model can write behind a context; the last is not read."""
+        return self.longest + 1 - len(before)
 
     def _text(self, tokens: list[int], stops: tuple[str, ...]) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         ends = [text.find(stop) for stop in stops if stop in text]
         return text[: min(ends, default=len(text))]
+
+    def _placed(self, rows: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Fill rows up on the left; return ids, mask and positions ``[B, T]``."""
+        ids, mask = self._padded(rows, left=True)
+        return ids, mask, (mask.cumsum(1) - 1).clamp(min=0)
 
     def _padded(self, rows: list[list[int]], *, left: bool) -> tuple[Tensor, Tensor]:
         ids, mask = padded(rows, self.eot_token_id, left=left)
@@ -318,20 +347,37 @@ class InMemory:
                 batches.append(group[start : start + self.batch])
         return progress(batches, label, len(batches))
 
-    def _fitting(self, pairs: Sequence[Pair], rooms: Sequence[int]) -> list[Pair]:
-        """Cut contexts on the left so that each fits with room, as lm-eval does."""
+    def refuse_longer(self, scored: Sequence[int], where: str) -> None:
+        """Refuse an answer of more tokens than the model takes (E-RANGE)."""
+        if len(scored) > self.longest:
+            have = f"{where}: its answer has {len(scored)} tokens"
+            takes = f"the model takes {self.longest}"
+            refuse("E-RANGE", f"{have}, {takes}; leave it out, or shorten it")
+
+    def _fitting(
+        self, pairs: Sequence[Pair], rooms: Sequence[int] | None = None
+    ) -> list[Pair]:
+        """Cut contexts on the left that the model cannot read whole with what is scored.
+
+        One with nothing to score leaves ``rooms`` tokens to write, once it is cut.
+        """
         known = vocabulary(self.model)
         fitting = []
         cut = 0
-        for (before, scored), room in zip(pairs, rooms, strict=True):
+        for row, (before, scored) in enumerate(pairs):
             _check_tokens([*before, *scored], known)
             if not before:
                 missing = "a context has no token"
                 refuse("E-DATA", f"{missing}; expected one at least, as the first")
-            # The last token is not read.
-            most = max(1, self.longest + 1 - room - len(scored))
-            cut += len(before) > most
-            fitting.append((before[-most:], scored))
+            self.refuse_longer(scored, f"row {row}")
+            kept = before
+            if max(1, len(scored)) > self._left(before):
+                room = rooms[row] if rooms and not scored else len(scored)
+                # The last token is not read.
+                most = max(1, self.longest + 1 - room)
+                kept = before[-most:]
+                cut += 1
+            fitting.append((kept, scored))
         if cut:
             text = f"{cut} of {len(pairs)} prompts were cut on the left"
             text += f" to fit the model's {self.longest} tokens"

@@ -25,6 +25,7 @@ from moebook.methods.esft.config import Score
 from moebook.methods.esft.score import Scores
 from moebook.models.anatomy import anatomy
 from moebook.models.skeleton import configuration, skeleton
+from moebook.nn.batch import longest
 from moebook.settings import Each, checked
 
 LISTS = ("general", "alignment")
@@ -258,7 +259,7 @@ def _needs(
 
 
 def _base(settings: Settings, arms: Mapping[str, Arm]) -> Complaints:
-    """Complain about a base without experts, and about groups that do not fit its experts."""
+    """Complain about a base without experts, too long samples, and groups that do not fit."""
     try:
         base = skeleton(configuration(settings["base"]))
     except Refusal:  # which the notebook says as well, where it loads the base
@@ -267,18 +268,24 @@ def _base(settings: Settings, arms: Mapping[str, Arm]) -> Complaints:
         why = "it is dense, and ESFT chooses among a layer's experts"
         yield f"base = {settings['base']!r}: {why}; take nano-moe or another sparse one"
         return
+    most = longest(base)
+    if settings["sample_length"] > most:
+        why = f"{settings['base']} takes {most} tokens a row"
+        yield f"sample_length = {settings['sample_length']}: {why}; take {most} or less"
     sizes = {arm.group for arm in arms.values()} - {1}
     where = f"group_sizes = {settings['group_sizes']!r}"
     yield from complaint(where, esft.grouping.check, base, sorted(sizes))
 
 
 def _files(settings: Settings, targets: str) -> Complaints:
-    """Complain about users' files: each has rows to train on, to test on, or both."""
+    """Complain about users' files: each has a name of its own, and rows to train or test on."""
     trained = {"tasks": targets, "alignment": settings["alignment"]}
     yield from needs.files(trained, needs.training_split(settings))
     tests = ",".join(tested(settings).values())
     asked = {"tasks": tests, "general": settings["general"]}
     yield from needs.files(asked, settings["test_split"])
+    # Rows are kept under a task's name, those that train and those that test.
+    yield from needs.apart({**asked, **trained, "tasks": f"{targets},{tests}"})
     if settings["rates"]:
         yield from needs.files({"tasks": targets}, "validation")
         for name in targets.split(","):

@@ -44,8 +44,30 @@ def files(lists: dict[str, str], *splits: str) -> Complaints:
                 continue
             other = first.setdefault(task.name, name)
             if other != name:
-                both = f"its task is called {task.name}, as that of {other!r} is"
-                yield f"{where}: {both}; rename one of the files"
+                yield _alike(parameter, name, other)
+
+
+def apart(lists: dict[str, str]) -> Complaints:
+    """Complain about two users' files in lists by parameter whose tasks have one name.
+
+    One file may stand in several lists. Of files that cannot be read `files` complains.
+    """
+    first: dict[str, str] = {}
+    for parameter, text in lists.items():
+        for name in filter(tasks.is_file, text.split(",")):
+            try:
+                task = tasks.find(name)
+            except Refusal:
+                continue
+            other = first.setdefault(task.name, name)
+            if tasks.find(other).source != task.source:
+                yield _alike(parameter, name, other)
+
+
+def _alike(parameter: str, name: str, other: str) -> str:
+    """Complain about a file whose task has the name of another file's."""
+    both = f"its task is called {tasks.label(name)}, as that of {other!r} is"
+    return f"{parameter} lists {name!r}: {both}; rename one of the files"
 
 
 def named(lists: dict[str, str]) -> Complaints:

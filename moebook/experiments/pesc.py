@@ -262,8 +262,9 @@ def record(run: Recorder, root: str, result: Result) -> None:
     answers = result.answers
     run.scores(name, answers)
     run.curve(f"{name}/loss", result.history.loss, "nats")
-    for task, items in answers[answers.task == "gsm8k"].groupby("task").correct:
-        run.record(f"{name}/accuracy/{task}", items.mean(), "share", items)
+    items = answers[answers.task == "gsm8k"].correct
+    if len(items):
+        run.record(f"{name}/accuracy/gsm8k", items.mean(), "share", items)
     run.record(f"{name}/trained", result.trained, "count")
     if result.arm.build is pesc.prepare:  # it has adapters
         run.record(f"{name}/adapter_norm", pesc.adapter_norm(result.model), "number")

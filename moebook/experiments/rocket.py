@@ -144,9 +144,9 @@ def _needs(
 
 
 def _retrained(settings: Settings) -> Complaints:
-    """Complain about LoRAs to be trained anew that are not in the shipped bank."""
+    """Complain about LoRAs to be trained anew that are not among the members."""
     if settings["retrain"] and not settings["bank_folder"]:
-        bank = members(settings) or []
+        bank = members(settings)
         yield from complaint("", lists.listed, "retrain", settings["retrain"], bank)
 
 
@@ -284,14 +284,23 @@ def _bank(settings: Settings) -> Complaints:
         yield from complaint(where, rocket.loras.folders, folder)
     if settings["members"]:
         yield from needs.named({"members": settings["members"]})
-    if settings["members"] and not folder:
-        shipped = rocket.bank.EMBEDDED
-        yield from complaint("", lists.listed, "members", settings["members"], shipped)
+    whole = _whole(settings)
+    if settings["members"] and whole:
+        yield from complaint("", lists.listed, "members", settings["members"], whole)
     names = members(settings)
     if names is not None:
+        yield from _base_among(settings, names)
         yield from too_few(settings, names)
     if makes_bank(settings):
         yield from _bank_training(settings)
+
+
+def _base_among(settings: Settings, names: Sequence[str]) -> Complaints:
+    """Complain about a LoRA with the name under which the base's own scores are kept."""
+    if settings["bank_folder"] and "base" in names:
+        where = f"bank_folder = {settings['bank_folder']!r}"
+        why = "its LoRA 'base' has the name under which the base's own scores are kept"
+        yield f"{where}: {why}; rename its folder, or leave it out of members"
 
 
 def _bank_training(settings: Settings) -> Complaints:
@@ -337,6 +346,11 @@ def members(settings: Settings) -> list[str] | None:
     """
     if settings["members"]:
         return list(settings["members"].split(","))
+    return _whole(settings)
+
+
+def _whole(settings: Settings) -> list[str] | None:
+    """Return the names of all LoRAs of the bank; None as `members` does."""
     if not settings["bank_folder"]:
         return list(rocket.bank.EMBEDDED)
     if makes_bank(settings):

@@ -542,7 +542,7 @@ def record(
 def mixed_cases(results: Mapping[tuple[str, str], Result]) -> pd.DataFrame:
     """Sort each target's test rows by how many experts alone answer them (Table 5)."""
     lines = {
-        target: rocket.measure.split_cases(result.single, result.answers[0].correct)
+        target: rocket.measure.split_cases(result.single, result.answers[0].correct > 0)
         for (target, _), result in results.items()
         if result.single is not None
     }

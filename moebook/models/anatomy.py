@@ -8,7 +8,6 @@ them: after `register_experts`, ``model.set_experts_implementation("moebook")``;
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -101,12 +100,6 @@ def count(module: nn.Module, *, trained: bool = False) -> int:
     """Count a module's parameters, all or those that are ``trained``."""
     parts = module.parameters()
     return sum(part.numel() for part in parts if part.requires_grad or not trained)
-
-
-def longest(model: nn.Module) -> int:
-    """Return how many tokens a row may have by the model's configuration, if known."""
-    config = getattr(model, "config", None)
-    return getattr(config, "max_position_embeddings", 0) or sys.maxsize
 
 
 def beside(weight: Tensor) -> dict[str, Any]:

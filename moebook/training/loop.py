@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from moebook import runtime
 from moebook.errors import refuse, shown
-from moebook.models.anatomy import longest
 from moebook.models.conventions import check
 from moebook.nn import evaluating, plain
-from moebook.nn.batch import vocabulary
+from moebook.nn.batch import longest, vocabulary
 from moebook.nn.passes import modes_kept
 from moebook.settings import Count, Place, checked
 from moebook.training import checkpoints, processes

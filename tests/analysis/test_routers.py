@@ -287,6 +287,7 @@ def sets(*tokens):
 FIRST = sets({0, 1}, {2, 3})
 SECOND = sets({0, 1}, {1, 2})
 THIRD = sets({2, 3}, {1, 2})
+ANY = torch.ones_like(FIRST)
 
 
 def test_consistency_is_the_mean_jaccard_index_of_the_tokens():
@@ -317,6 +318,7 @@ def test_models_texts_and_checkpoints_that_cannot_be_measured_are_refused(model_
         ("E-DATA: domain 'law'", routing.shares, upcycled, {"law": []}),
         ("E-DATA", routers.consistency, [FIRST]),
         ("E-SHAPE", routers.consistency, [FIRST, FIRST[:, :1]]),
+        ("E-RANGE: checkpoint 1 .* no expert", routers.consistency, [FIRST, ~ANY]),
     ):
         refused(message, measure, *given)
 

@@ -9,6 +9,7 @@ import nbformat
 import pytest
 import yaml
 
+from moebook import storage
 from moebook.lab.evidence import verdicts
 from moebook.lab.pages import generated, pages
 from moebook.lab.records import store
@@ -114,6 +115,59 @@ def test_slides_are_refused_where_the_book_is_not_built(tmp_path):
     words = "E-BOOK: no results of pesc in .*; run: make book"
     refused(words, slides.write, tmp_path / "slides", tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    """A project whose book is built, as far as slides need it, beside somebody's own notebook."""
+    names = ["notebooks/01_pesc.ipynb", "book/_static/diagrams/pesc.svg"]
+    names += ["book/pesc_theory.md", "book/pesc_exercises.md"]
+    for name in names:
+        storage.write(tmp_path / name, (ROOT / name).read_bytes())
+    own = (ROOT / "notebooks" / "03_rocket.ipynb").read_bytes()
+    storage.write(tmp_path / "notebooks" / "30_my_pesc.ipynb", own)
+    executed = nbformat.writes(nbformat.v4.new_notebook())
+    storage.write(tmp_path / "book" / "notebooks" / "01_pesc_findings.ipynb", executed)
+    told = {"found_pesc": "**Yes.**\nBy 1 point."}
+    monkeypatch.setattr(slides.verdicts, "ledger", lambda *_, **__: [])
+    monkeypatch.setattr(slides.prose, "pages", lambda *_: told)
+    return tmp_path
+
+
+def test_slides_are_of_the_papers_own_notebook_and_its_pages(built):
+    title, idea, equation, answer, task = slides.slides("pesc", built)
+    assert title.text.startswith("**Can a handful of small adapters")
+    assert idea.text.startswith("A router sends each token")
+    assert idea.alt
+    assert "$$" in equation.text
+    assert answer.text == "**Yes.**\n\nBy 1 point."
+    assert task.title.startswith("Your turn: ")
+
+
+@pytest.mark.parametrize(
+    ("page", "part", "words"),
+    [
+        ("theory", r"(?s)\A.*", "paragraph below its title"),
+        ("theory", r"```\{figure\}", "figure"),
+        ("theory", r"\$\$", "equation below a paragraph"),
+        ("exercises", r":::\{exercise\}", "exercise"),
+    ],
+)
+def test_a_page_that_lacks_what_its_slides_show_is_refused(built, page, part, words):
+    file = built / "book" / f"pesc_{page}.md"
+    file.write_text(re.sub(part, "", file.read_text()))
+    lacks = f"E-BOOK: {file} has no {words}, which the slides show; write one"
+    refused(lacks, lambda: [*slides.slides("pesc", built)])
+
+
+def test_a_folder_that_is_a_file_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(sys, "argv", ["editions", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(editions.__file__, run_name="__main__")
+    assert ended.value.code == 2
+    assert re.fullmatch("E-OS: NotADirectoryError: .*\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("name", ["readme", "slides"])

@@ -10,9 +10,10 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from moebook import storage
 from moebook.lab import records
-from moebook.lab.pages import book
+from moebook.lab.pages import book, generated
+from moebook.lab.records import store
 from moebook.lab.run import freshness, warm
-from tests.lab.conftest import TOY, make_project
+from tests.lab.conftest import REPOSITORY, TOY, make_project
 from tests.refusals import refused
 
 FINDINGS = """\
@@ -162,6 +163,21 @@ def test_generated_pages_are_current_until_what_they_are_made_of_changes(
     else:
         file.unlink()
         assert is_current(pages) == current
+
+
+def test_what_findings_are_forked_from_reads_past_a_damaged_run_of_which_they_are_told(
+    tmp_path, monkeypatch
+):
+    for name in ("notebooks/01_pesc.ipynb", "results/pesc/nano/0.parquet"):
+        storage.write(tmp_path / name, (REPOSITORY / name).read_bytes())
+    damaged = tmp_path / "results" / "pesc" / "nano" / "0.parquet"
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    (tmp_path / "_config.yml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(generated, "RENDERER", ())
+    monkeypatch.setattr(generated, "committed", lambda *_: {})
+    generated.prepare()
+    refused(f"E-RUN: {damaged}", store.pools, "pesc")
 
 
 RUN = records.Run(

@@ -270,7 +270,7 @@ def test_the_forest_shows_the_intervals_that_the_filters_leave(
             base = {"base": "nano"}
             runs.append(Run("pesc", "nano", "study", seed, (*values,), settings=base))
         pool = [Pool("pesc", "nano", (*runs,))] if runs else []
-        rows.append(verdicts.row(replace(claim, id=name), pool, ["nano"]))
+        rows.append(verdicts.row(replace(claim, id=name), pool, {"nano": ()}))
     (tmp_path / "_config.yml").write_text(
         "repository: {url: 'https://example.org/r', branch: b}"
     )

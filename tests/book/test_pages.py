@@ -52,7 +52,7 @@ def _pool(sparse, *, base="nano", tier="study", step=1):
 
 def _row(name, *pools, claim=CLAIM):
     """A claim's row, in which every pool of a study decides at its scale."""
-    deciders = [pool.protocol for pool in pools if pool.tier == "study"]
+    deciders = {pool.protocol: () for pool in pools if pool.tier == "study"}
     return verdicts.row(replace(claim, id=name), pools, deciders)
 
 
@@ -67,9 +67,11 @@ def folder(tmp_path):
     value = {"output_type": "display_data", "data": data}
     text = {
         "cell_type": "markdown",
-        "source": ["# PESC\n", "\n", "## Dense, against sparse?\n"],
+        "source": ["# PESC\n", "## Set-up\n", "\n", "### Dense, against sparse?\n"],
     }
-    cells = [text, {"cell_type": "code", "source": "1", "outputs": [value]}]
+    code = {"cell_type": "code", "source": "1", "outputs": [value]}
+    again = {"cell_type": "markdown", "source": ["## The same again\n"]}
+    cells = [text, code, again, code]
     page = tmp_path / "book" / "notebooks" / "01_pesc.ipynb"
     write(page, json.dumps({"nbformat": 4, "cells": cells}))
     return tmp_path
@@ -412,14 +414,19 @@ def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(p
     for fact in (
         "tier <b>study",
         "seed <b>3",
+        "took 1 h 5 min (CPU time 30 min 0 s)",
         "ran in <b>1 h 5 min",
         "peak memory <b>2.0 GB",
+        "commit <b>abcdef0 with changes",
         "2 × A &amp; B",
         "date <b>2026-01-02",
         "reader <b>steps = 20",
     ):
         assert fact in page
     assert "accelerator" not in page
+    accelerated = _ran(3)
+    accelerated.manifest["environment"]["accelerator"] = "H200"
+    assert "accelerator <b>H200" in extension.badge(accelerated, project)
     assert "numbers mean nothing" not in page
     assert "[reference](../reference_methods_pesc.md)" in page
     live = extension.badge(_ran(3, "smoke"), project)
@@ -452,6 +459,22 @@ def test_the_set_up_of_a_page_is_one_folded_cell():
         "a",
     ]
     assert shown[1]["metadata"]["tags"] == ("hide-input",)
+
+
+def test_parameters_with_no_code_behind_them_are_a_cell_of_their_own():
+    def cell(kind, source, *tags):
+        return {"cell_type": kind, "source": source, "metadata": {"tags": tags}}
+
+    declared = cell("code", "a: int = 1", "parameters")
+    given = cell("code", "a = 2", "injected-parameters")
+    text = cell("markdown", "Text")
+    for cells in ([declared, given, text], [text, declared, given]):
+        shown = [*extension._with_one_set_up(cells)]
+        assert len(shown) == 2
+        assert text in shown
+        shown.remove(text)
+        assert shown[0]["source"] == "a: int = 1\n\na = 2"
+        assert shown[0]["cell_type"] == "code"
 
 
 PAGES = sorted((ROOT / "book").glob("*_exercises.md"))

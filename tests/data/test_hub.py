@@ -369,6 +369,11 @@ def test_bad_lines_are_refused_with_file_and_line(
             {"conversations": [{"from": "bot", "value": ""}]},
             "unknown chat role 'bot'",
         ),
+        (
+            "slimorca",
+            {"conversations": [TALK[0], TALK[1] | {"value": " \n"}]},
+            "the answer is blank, expected text",
+        ),
     ],
 )
 def test_rows_that_do_not_fit_are_refused_with_file_and_line(
@@ -386,6 +391,10 @@ def test_files_that_are_scripts_missing_broken_or_without_the_fields_are_refused
     written(tmp_path, b"PAR1 is not parquet PAR1", "broken.parquet")
     parquet(tmp_path, {"text": "x"}).rename(tmp_path / "other.parquet")
     datasets.Dataset.from_dict({"goal": []}).to_parquet(str(tmp_path / "empty.parquet"))
+    pq.write_table(pa.table({"goal": pa.array([], "string")}), tmp_path / "no.parquet")
+    written(tmp_path, b"goal,label\nq,1\n", "rows.csv")
+    written(tmp_path, b"ARROW1\x00\x00\xff\xff\xff\xff", "rows.arrow")
+    kinds = "files that are read end in .jsonl, .json, .parquet, .jsonl.gz"
     for file, match in {
         "piqa.py": "E-REMOTECODE: .*piqa.py: a script is not data",
         "none.parquet": "E-NOFILE: .*none.parquet: no such file",
@@ -393,6 +402,9 @@ def test_files_that_are_scripts_missing_broken_or_without_the_fields_are_refused
         "broken.parquet": "E-DATA: .*: not a readable parquet",
         "other.parquet": "E-DATA: .*parquet:1: field 'sol1' is missing; the row has text",
         "empty.parquet": "E-DATA: .*empty.parquet:1: the file is empty",
+        "no.parquet": "E-DATA: .*no.parquet:1: the file is empty; expected at least one",
+        "rows.csv": f"E-DATA: .*rows.csv:1: not JSON .*; {kinds}",
+        "rows.arrow": f"E-DATA: .*rows.arrow:1: invalid UTF-8 .*; {kinds}",
     }.items():
         refused(match, hub.load, "piqa", path=tmp_path / file)
     assert not canary.exists()
@@ -449,3 +461,18 @@ def test_an_exchange_has_a_prompt_an_answer_and_perhaps_a_system_message(
 )
 def test_a_solutions_final_number_is_its_last_one_plainly_written(text, number):
     assert final_number(text) == number
+
+
+@pytest.mark.parametrize("output", ["", "  \n"])
+def test_an_instruction_without_an_answer_is_refused_as_an_own_row_is(output):
+    raw = {"instruction": "Add.", "input": "1 1", "output": output}
+    refused("E-DATA: x:3: the answer is blank, exp", templates.instruction, raw, "x:3")
+
+
+@pytest.mark.parametrize("split", ["validation[", "validation[]", "validation[5"])
+def test_half_a_part_of_a_split_is_not_all_of_it(split, tmp_path):
+    folder = tmp_path / "baber/piqa"
+    folder.mkdir(parents=True)
+    jsonl(folder, RAW["piqa_open"]).rename(folder / "validation.jsonl")
+    words = "E-DATA: split is 'validation.*expected a part as validation.50%:."
+    refused(words, hub.pinned, hub.CATALOGUE["piqa_open"], tmp_path, split)

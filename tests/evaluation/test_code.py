@@ -276,10 +276,32 @@ def test_damaged_items_are_refused_in_one_line(change, words, tmp_path):
     refused(words, evaluation.load, ["humaneval"], tmp_path)
 
 
-@pytest.mark.parametrize("asserts", [[], [""], ["# assert one() == 1"]])
+@pytest.mark.parametrize("asserts", [[], [""], ["# assert one() == 1"], ["pass"]])
 def test_an_item_without_a_test_that_any_program_would_pass_is_no_item(asserts):
     with pytest.raises(ValueError, match="'test_list' has no test"):
         code.tests("mbpp", PROGRAM | {"test_list": asserts})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"test": ""}, "'test' has no test"),
+        ({"test": "def check(c): pass"}, "'test' has no test"),
+        ({"test": "assert one() == 1"}, "'test' defines no function check"),
+        ({"entry_point": "two"}, "'prompt' does not define the 'entry_point'"),
+        ({"prompt": ""}, "'prompt' does not define the 'entry_point'"),
+    ],
+)
+def test_damaged_tests_of_humaneval_are_no_failure_of_a_program(change, words):
+    with pytest.raises(ValueError, match=words):
+        code.tests("humaneval", ROW | change)
+
+
+def test_what_python_warns_of_in_an_items_code_is_its_authors_business():
+    prompt = 'def one():\n    """A digit is \\d."""\n'
+    check = "def check(candidate):\n    assert candidate() is 1"
+    code.tests("humaneval", ROW | {"prompt": prompt, "test": check})
+    code.tests("mbpp", PROGRAM | {"code": "def sum(a, b):\n    return '\\d'\n"})
 
 
 @boxed

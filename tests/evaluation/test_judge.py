@@ -131,7 +131,15 @@ def test_pairs_are_shown_in_both_orders(endpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "first", [(500, ""), (429, ""), (200, "I would say nine."), ("raw", "<html>")]
+    "first",
+    [
+        (500, ""),
+        (429, ""),
+        (200, "I would say nine."),
+        (200, '{"a":' * 100_000 + "}"),  # nested deeper than json reads
+        ("raw", "<html>"),
+        ("raw", "[" * 100_000),
+    ],
 )
 def test_a_judge_is_asked_again(endpoint, tmp_path, first):
     endpoint.answers = lambda prompt, n: (
@@ -271,6 +279,9 @@ def test_a_budget_ends_the_work_and_a_larger_one_goes_on(endpoint, tmp_path):
     rich = made(tmp_path)
     assert rich.scores("law", rows) == [1.0] * 6
     assert rich.calls == 6 - known
+    # The last reply is there, whatever it cost: nothing is left to buy.
+    just = made(tmp_path / "all", workers=1, budget=0.0003)
+    assert just.scores("law", ROWS) == [1.0, 0.0]
 
 
 def test_replies_without_a_grade_count_against_the_budget(endpoint, tmp_path):

@@ -65,6 +65,37 @@ IDLE = [
     ("together", {"arms": "lora", "again": ""}, "threshold", {"threshold": 0.1}),
     ("together", {"arms": "full", "again": ""}, "parameters", {"parameters": 9}),
     ("together", {"arms": "lora", "again": ""}, "top_k", {"top_k": 1}),
+    *(
+        ("together", {"arms": "lora", "again": "", "rates": "0.1"}, name, {name: value})
+        for name, value in {
+            "rate_share": 0.5,
+            "valid_rows": 3,
+            "shots": 5,
+            "experts": 2,
+            "adapters": 6,
+        }.items()
+    ),
+    (
+        "pesc",
+        {"arms": "dense", "rates": "", "fixed_rates": "dense=0.01"},
+        "lr",
+        {"lr": 0.1},
+    ),
+    ("pesc", {"mix": "slimorca"}, "rows_per_task", {"rows_per_task": 9}),
+    ("router_init", {"rates": ""}, "rate_steps", {"rate_steps": 9}),
+    ("router_init", {}, "chat", {"chat": True}),
+    ("rocket", {}, "pool_sets", {"pool_sets": "Dolly"}),
+    ("rocket", {"epochs": 2}, "steps", {"steps": 9}),
+    ("esft", {"rates": "", "checkpoints": 0}, "watched_rows", {"watched_rows": 9}),
+    (
+        "esft",
+        {"align_steps": 0, "alignment_share": 0.0},
+        "alignment",
+        {"alignment": "gcd"},
+    ),
+    ("esft", {}, "revisions", {"revisions": "{}"}),
+    ("rivals", {"arms": "smear"}, "bank_epochs", {"bank_epochs": 9}),
+    ("rivals", {"arms": "smear"}, "whole_rows", {"whole_rows": 9}),
 ]
 # The same parameters where they do something.
 WORKS = [

@@ -161,6 +161,7 @@ CANNOT = [
         {"shots": 251},
     ),
     ("esft", "steps = 1: the only step is that of the warm-up", {"steps": 1}),
+    ("esft", "sample_length = 513: nano-moe takes 512", {"sample_length": 513}),
     ("esft", "steps = 2: a trial of rates takes half of them", {"steps": 2}),
     (
         "esft",
@@ -474,3 +475,31 @@ def test_a_threshold_that_the_bases_gates_do_not_reach_is_refused_before_alignme
     for name, part in model.state_dict().items():
         assert torch.equal(part, before[name])
     assert len(align(p_gate=0.99, preset="paper").loss) == 2
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """Return the folder of a bank, of which nothing but the names can be read."""
+    for name in ("sums", "gcd", "base"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").touch()
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rocket", "rivals"])
+def test_a_lora_does_not_have_the_name_of_the_bases_own_scores(name, filled):
+    few = {"candidates": 2, "experts": 2, "top_k": 1, "bank_folder": filled}
+    few["arms"] = {"rocket": "mixture", "rivals": "random"}[name]
+    words = "E-RANGE: bank_folder = .*: its LoRA 'base' has the name under which"
+    refused(words, experiments.check, name, given(name, **few, members=""))
+    experiments.check(name, given(name, **few, members="sums,gcd"))
+
+
+@pytest.mark.parametrize("name", ["rocket", "rivals"])
+def test_a_member_that_a_filled_bank_lacks_is_refused_before_the_base_is_loaded(
+    name, filled
+):
+    few = {"candidates": 2, "experts": 2, "top_k": 1, "bank_folder": filled}
+    few["arms"] = {"rocket": "mixture", "rivals": "random"}[name]
+    words = "E-RANGE: members lists 'gdc': did you mean 'gcd'"
+    refused(words, experiments.check, name, given(name, **few, members="sums,gdc"))

@@ -254,3 +254,21 @@ def test_a_target_that_shots_and_open_rows_use_up_is_named(file, monkeypatch):
     words = r"E-DATA: valid_rows = 2: none of own_sums's \d+ annotated rows is left"
     prepare = experiments.contest.prepare
     refused(words, prepare, settings, None, tokenizer, {}, pool, encoder)
+
+
+@pytest.mark.parametrize("parameter", ["tasks", "alignment", "general"])
+def test_a_file_that_trains_and_another_that_tests_do_not_have_one_name(
+    parameter, file, tmp_path
+):
+    (tmp_path / "more").mkdir()
+    other = tmp_path / "more" / file.name
+    other.write_text(file.read_text())
+    changes = {
+        "tasks": {"tasks": f"{file}:{other}"},
+        "alignment": {"tasks": "isa", "general": str(file), "alignment": str(other)},
+        "general": {"tasks": f"{file}:gcd", "general": str(other)},
+    }[parameter]
+    words = "E-RANGE: .*sums.jsonl': its task is called own_sums, as that of"
+    refused(words, experiments.check, "esft", given("esft", **changes))
+    same = {name: text.replace("more/", "") for name, text in changes.items()}
+    experiments.check("esft", given("esft", **same))

@@ -3,10 +3,13 @@
 from dataclasses import fields
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
+import torch
 
-from moebook.experiments import targets
+from moebook.experiments import contest, targets
 from moebook.methods import rocket
+from moebook.methods.rocket.loras import Lora
 from tests.refusals import refused
 
 SETTINGS = {"shots": 2, "seed": 0, "valid_rows": 3, "rates": "0.001,0.01"}
@@ -68,3 +71,53 @@ def test_no_row_is_asked_for_where_no_arm_chooses_a_rate_by_it(
     }
     with pytest.raises(InterruptedError):
         targets.whole(settings, None, None, pool("abcdef", "abcdef"), arms)
+
+
+def test_what_perplexity_foretells_has_the_signs_that_its_claims_read():
+    """By hand, of squared differences of ranks: 1 - 6 (1 + 1) / (4 (4^2 - 1)) is 0.8."""
+    loras = pd.MultiIndex.from_product(
+        [["mine"], ["a", "b", "c", "d"]], names=["task", "lora"]
+    )
+    paired = pd.DataFrame(
+        {
+            "bare answers": [1.0, 2.0, 3.0, 4.0],
+            "with rationales": [4.0, 3.0, 2.0, 1.0],
+            "after": [0.4, 0.3, 0.2, 0.1],
+            "gain": [0.4, 0.2, 0.3, 0.1],
+        },
+        index=loras,
+    )
+    values = {}
+    run = SimpleNamespace(record=lambda name, value, unit: values.update({name: value}))
+    targets.record_foretold(run, paired)
+    assert values == pytest.approx(
+        {
+            "rocket/random_lora_on_shots/accuracy": 0.25,
+            "rocket/perplexity/gain_correlation": 0.8,
+            "rocket/perplexity/reasoning_minus_plain/correlation": 2.0,
+        }
+    )
+
+
+@pytest.mark.parametrize("part", ["annotated", "held_out"])
+def test_a_lora_that_saw_a_targets_rows_is_not_chosen_for_it(part):
+    def lora(name, scale, seen):
+        prompts = rocket.bank.hashes(rows(seen))
+        factors = {"layer": scale * torch.eye(2)}
+        known = {"data": name, "prompts": prompts}
+        return Lora(name, 2, 1.0, factors, factors, provenance=known)
+
+    bank = {
+        "gcd": lora("gcd", 1, "abc"),
+        "sums": lora("sums", 2, "de"),
+        "copyleft": lora("copyleft", 3, "f"),
+    }
+    of_target = {"annotated": rows("x"), "held_out": rows("y"), part: rows("c")}
+    drawn = targets.Pool(
+        {"mine": of_target["annotated"]},
+        {"mine": of_target["held_out"]},
+        [],
+        {"mine": "mine"},
+    )
+    clean = contest._without_leaks(bank, drawn)
+    assert list(clean["mine"]) == ["sums", "copyleft"]

@@ -275,7 +275,7 @@ def outcomes(name: str, row: Row, share: float = 1.0) -> Iterator[Outcome]:
         assert not differs(whole, truth, row.tolerance), (
             f"{name}: the healthy call is not right"
         )
-    calls = list(_calls(row))
+    calls = list(hostile_calls(row))
     if share < 1:
         calls = random.Random(name).sample(calls, math.ceil(share * len(calls)))
     for argument, flaw in (*calls, *_forms(row)):
@@ -305,7 +305,7 @@ def _each(form: Callable[..., Any], values: Mapping[Any, Any]) -> dict[Any, Any]
     return {name: form(part) for name, part in values.items()}
 
 
-def _calls(row: Row) -> Iterator[tuple[str, Flaw]]:
+def hostile_calls(row: Row) -> Iterator[tuple[str, Flaw]]:
     """Yield each argument of a row with each of its hostile values."""
     for argument, value in row.healthy().items():
         if argument not in row.settings:
@@ -327,7 +327,7 @@ def _outcome(name: str, row: Row, whole: Any, argument: str, flaw: Flaw) -> Outc
         one = "\n" not in str(refusal) and len(str(refusal)) < 2500 and kind != FORM
         return Outcome(*about, REFUSED if one else FOREIGN, str(refusal))
     except Exception as error:  # whatever is no refusal of ours
-        if _is_among(row.own, place, kind):
+        if excuses(row.own, place, kind):
             return Outcome(*about, OWN, f"{type(error).__name__}: {str(error)[:300]}")
         return Outcome(*about, FOREIGN, f"{type(error).__name__}: {str(error)[:300]}")
     problem = _problem(row, kept, whole, result, place, kind)
@@ -340,7 +340,7 @@ def _problem(
     """Say why an accepted call is not right; "" where it is."""
     if kind == FORM:
         return differs(result, whole, row.tolerance)
-    if _is_among(row.fine, place, kind):
+    if excuses(row.fine, place, kind):
         same = form(result) == form(whole)
         return "" if same else f"another form: {form(result)}, healthy {form(whole)}"
     if row.truth is not None:
@@ -358,7 +358,7 @@ def _problem(
     return f"accepted: {str(result)[:200]}"
 
 
-def _is_among(table: Mapping[str, str], place: str, kind: str) -> bool:
+def excuses(table: Mapping[str, str], place: str, kind: str) -> bool:
     """Whether a row names a kind of value for an argument, or for what holds it."""
     for argument, kinds in table.items():
         if place == argument or place.startswith((f"{argument}.", f"{argument}[")):

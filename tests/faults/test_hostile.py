@@ -15,7 +15,7 @@ from pkgutil import iter_modules
 
 import pytest
 
-from tests.faults.hostile import FOREIGN, WRONG, outcomes
+from tests.faults.hostile import FOREIGN, WRONG, excuses, hostile_calls, outcomes
 
 TABLES = (
     "analysis",
@@ -82,8 +82,12 @@ WITHOUT = {  # public names without a row, and why
     "kernels.similarity.near": BEHIND,
     "kernels.similarity.through": BEHIND,
     "kernels.similarity.unit": BEHIND,
+    "methods.esft.compare.layers": NO_VALUES,
     "methods.esft.moved.*": NO_VALUES,
     "methods.esft.published.from_json": NO_VALUES,
+    "methods.pesc.apply.trained": NO_VALUES,
+    "methods.pesc.measure.matched": NO_VALUES,
+    "methods.pesc.measure.printed_sizes": "takes nothing",
     "methods.rivals.*.attach": BEHIND,
     "methods.rivals.*.[A-Z]*": "is a part or a result of `tuned`, which has a row",
     "methods.rivals.mixing.*": BEHIND,
@@ -116,11 +120,13 @@ WITHOUT = {  # public names without a row, and why
     "nn.lora.lora_step": BEHIND,
     "nn.passes.*": NO_VALUES,
     "nn.routing.Trace": A_RESULT,
+    "nn.routing.routers": NO_VALUES,
     "together.budget.Flops": NO_VALUES,
     "together.combining.AsAdapters": A_RESULT,
     "together.combining.only": NO_VALUES,
     "together.combining.start_adapters": NO_VALUES,
     "together.combining.trained": NO_VALUES,
+    "together.measure.stored": NO_VALUES,
     "together.measure.costs": "takes a Setup, whose parts are checked",
     "together.measure.transfer": "takes a Setup, whose parts are checked",
     "together.setup.Setup": "holds a base, checked settings and rows, checked where they are read",
@@ -142,6 +148,26 @@ def test_a_hostile_value_is_refused_in_one_line_or_the_result_is_right(
             if outcome.what in (FOREIGN, WRONG):
                 faults.append(str(outcome))
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_row_makes_a_hostile_call_and_excuses_no_more_than_it_makes(table):
+    for name, row in import_module(f"tests.faults.healthy.{table}").ROWS.items():
+        calls = list(hostile_calls(row))
+        assert calls, f"{name} makes no hostile call"
+        for excused in (row.fine, row.own):
+            assert not unused(excused, calls), name
+
+
+def unused(excused, calls):
+    """Which kinds of values a row excuses and makes no value of, by argument."""
+    made = [(place, kind) for _, (place, kind, _) in calls]
+    return [
+        (argument, kind)
+        for argument, kinds in excused.items()
+        for kind in kinds.split(" | ")
+        if not any(excuses({argument: kind}, *one) for one in made)
+    ]
 
 
 def taken(package):

@@ -165,16 +165,21 @@ def test_a_place_that_cannot_take_a_run_is_refused_at_once(
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left"), KeyError("a fault")]
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), "E-DISK"),
+        (KeyError("a fault"), "E-INTERNAL"),
+    ],
 )
 @pytest.mark.parametrize("full", [False, True])
 def test_whatever_fails_while_a_run_is_kept_its_copy_is_named(
-    run, monkeypatch, error, full
+    run, monkeypatch, error, code, full
 ):
     begin, request = run
+    message = f"{error.args[-1]}.*; the failed copy is "
     with (
         monkeypatch.context() as patch,
-        pytest.raises(Refusal, match="copy is ") as refusal,
+        pytest.raises(Refusal, match=message) as refusal,
     ):
         patch.setattr(records.runs, "packed", Mock(side_effect=error))
         if full:
@@ -182,6 +187,7 @@ def test_whatever_fails_while_a_run_is_kept_its_copy_is_named(
                 storage, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space"))
             )
         begin()
+    assert refusal.value.code == code
     copy = request.folder / str(refusal.value).rpartition("copy is ")[2]
     assert copy.is_relative_to(request.folder) != full
     begin()  # sweeps what is left, but no copy

@@ -8,8 +8,9 @@ import pytest
 import torch
 from datasets import Dataset
 
+from moebook import models
 from moebook.errors import Refusal
-from moebook.methods import esft
+from moebook.methods import esft, upcycling
 from moebook.models import anatomy
 from tests.families import of_family
 from tests.refusals import refused
@@ -105,6 +106,20 @@ def test_gates_that_exceed_a_token_are_refused(batch):
     for kind in ("kolibri1", "dots1"):
         scores = esft.measure(of_family(kind, norm_topk_prob=True), [batch])
         assert all(row.sum().item() == pytest.approx(1) for row in scores.gate.values())
+
+
+def test_rows_longer_than_the_model_are_refused_in_every_pass_that_reads_them():
+    """Past its positions a model chooses other experts, and says nothing."""
+    model, _ = models.load("nano-moe")
+    row = {"input_ids": torch.full((1, 513), 7)}
+    message = "E-RANGE: .*rows of 513 tokens, the model takes 512: lower length"
+    for call in (esft.measure, esft.cooccurrence):
+        refused(message, call, model, [row])
+    refused(message, upcycling.collect, models.load("nano")[0], {"text": [row]})
+    fitting = {"input_ids": row["input_ids"][:, :512]}
+    assert esft.measure(model, [fitting]).token.keys() == {1, 2, 3}
+    model.config.max_position_embeddings = 0  # it says none
+    assert esft.measure(model, [row]).token.keys() == {1, 2, 3}
 
 
 def test_published_scores_and_experts_follow_from_the_published_routing(shared):

@@ -313,6 +313,8 @@ def written(*parameters):
     parts = ("accuracy", "nll", "accuracy/{domain}", "nll/{domain}")
     names += ["{root}/{arm}/" + part for part in parts]
     tasks = chosen["tasks"].split(",")
+    if "gsm8k" not in tasks:
+        names.remove("{root}/{arm}/accuracy/gsm8k")
     kinds = [KNOWN[name].domain if name in KNOWN else "benchmark" for name in tasks]
     table = pd.DataFrame({"task": tasks, "domain": kinds, "correct": 1})
     filled = {
@@ -320,7 +322,6 @@ def written(*parameters):
         "arm": arms,
         "arm}/{what": list(map("/".join, product(arms, routing.summary(ROUTED)))),
         "domain": evaluation.by_benchmark(table, pesc.GROUPS).domain.unique(),
-        "task": {"gsm8k"} & {*tasks},
     }
 
     def choices(place):
@@ -353,3 +354,17 @@ def test_a_larger_base_or_mixture_has_a_name_of_its_own_and_writes_no_value_of_t
     other = settings("paper", "The parameter `base` names the 13B base.")
     assert not re.fullmatch(written(*other.items()), "pesc/sparse/accuracy")
     assert re.fullmatch(written(*settings("paper", "").items()), "pesc/sparse/accuracy")
+
+
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        ("/data/13b-experiments/llama-2-7b", "pesc"),
+        ("/home/u/34b/nano", "pesc"),
+        ("org/model-113b", "pesc"),
+        ("/runs@2/13b", "pesc/13b"),
+        ("/models/llama_13b_hf/", "pesc/13b"),
+    ],
+)
+def test_the_last_part_of_a_folder_tells_the_size_of_the_base(base, name):
+    assert pesc.root(base, "idae-500k") == name

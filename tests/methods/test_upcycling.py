@@ -1,6 +1,7 @@
 """Upcycling: step 0 against the dense model, loops and Eq. 2 to 4, the arms, export."""
 
 import copy
+import errno
 import json
 from contextlib import nullcontext
 from unittest.mock import Mock
@@ -8,8 +9,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from safetensors import SafetensorError
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 from moebook import models
 from moebook.analysis.routers import reach
@@ -524,12 +526,22 @@ def test_an_export_with_its_tokenizer_is_loaded_whole_and_one_without_is_refused
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "whole"]
 
 
+def same_weights(model, plain):
+    """Whether an export holds a model's weights bit by bit, in the model's dtype."""
+    exported = plain.state_dict()
+    for name, weight in model.state_dict().items():
+        there = exported[name.replace(".mlp.router.", ".mlp.gate.")]
+        assert torch.equal(there, weight.to(model.dtype)), name
+    return True
+
+
 def test_a_half_precision_model_exports_close_to_itself(batch, mixed, tmp_path):
     model = mixed(shape={"dtype": torch.bfloat16}, **MIXED)
     plain = AutoModelForCausalLM.from_pretrained(
         upcycling.export(model, tmp_path / "out")
     )
     assert plain.dtype == torch.bfloat16
+    assert same_weights(model, plain)
     got = plain(**batch).logits.float()
     want = model(**batch).logits.float()
     assert (got - want).norm() / want.norm() < 0.1
@@ -540,6 +552,7 @@ def test_a_model_in_float64_exports_as_it_is(batch, mixed, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(
         upcycling.export(model, tmp_path / "out")
     )
+    assert same_weights(model, plain)
     # Its own choice on a CPU, grouped products, knows no float64.
     plain.set_experts_implementation("eager")
     got = plain(**batch).logits
@@ -611,11 +624,19 @@ def test_a_refused_or_failed_export_leaves_nothing(host, mixed, tmp_path, monkey
             (sampling, "the model's generation_config cannot be saved: .*temperature"),
         ):
             refused(f"E-MODEL: {words}", upcycling.export, given, tmp_path / "out")
-    with monkeypatch.context() as patch:
-        full = Mock(side_effect=OSError("No space left on device"))
-        patch.setattr(exporting.checkpoint, "seal", full)
-        with pytest.raises(OSError, match="No space"):
-            upcycling.export(model, tmp_path / "out")
+    words = "No space left on device"
+    for place, name, error in (
+        (checkpoint, "seal", OSError(errno.ENOSPC, words)),
+        (
+            MixtralForCausalLM,
+            "save_pretrained",
+            SafetensorError(f"I/O error: {words} (os error 28)"),
+        ),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, Mock(side_effect=error))
+            message = f"E-DISK: .*out is not saved: .*{words}.*; make room there"
+            refused(message, upcycling.export, model, tmp_path / "out")
     carried = [key for key in exporting.CARRIED if key != "rope_parameters"]
     monkeypatch.setattr(exporting, "CARRIED", carried)
     with pytest.raises(

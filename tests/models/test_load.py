@@ -6,13 +6,16 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import gguf
 import huggingface_hub.constants
 import pytest
 import torch
+import transformers
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
@@ -384,6 +387,11 @@ def test_the_model_in_a_package_is_converted_once_and_computes_the_same(
     write_gguf(package / "tiny.gguf", tiny(), byte_tokenizer)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as patch:
+        full = SafetensorError("I/O error: No space left on device (os error 28)")
+        save = Mock(side_effect=full)
+        patch.setattr(transformers.LlamaForCausalLM, "save_pretrained", save)
+        refused("smollm2", "E-DISK: .*smollm2-.* is not saved: .*make room there")
     model, tokenizer = models.load("smollm2")
     ids = torch.randint(3, 300, (2, 9))
     with torch.no_grad():

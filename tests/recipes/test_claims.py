@@ -73,11 +73,13 @@ def test_a_claim_has_stood_since_the_commit_that_made_it_what_it_is(
     tmp_path, monkeypatch
 ):
     versions = [
+        ("0", [{"id": "pesc.a", "value": "y"}]),
         ("1", [{"id": "pesc.a", "value": "x"}]),
         ("2", [{"id": "pesc.a", "value": "y"}]),
         ("3", [{"id": "pesc.a", "value": "y", "why": "Other words."}]),
     ]
-    one = type("Claim", (), {"id": "pesc.a", "frozen": claims._hash(versions[2][1][0])})
+    _, (last,) = versions[-1]
+    one = type("Claim", (), {"id": "pesc.a", "frozen": claims._hash(last)})
     monkeypatch.setattr(claims, "_history", lambda folder, path: versions)
     monkeypatch.setattr(
         claims.papers, "claims", lambda paper: [one] if paper == "pesc" else []

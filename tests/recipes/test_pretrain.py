@@ -203,7 +203,7 @@ def test_phases_follow_one_another_and_bad_recipes_and_numbers_of_steps_are_refu
     [
         ("corpus/sums.train.u16", "E-HASH: .*corpus: not the token files of corpus"),
         ("corpus/corpus.json", "E-FORMAT: .*corpus.json is no JSON"),
-        ("tokenizer/tokenizer.json", "E-FORMAT: .*tokenizer does not hold"),
+        ("tokenizer/tokenizer.json", "E-HASH: .*tokenizer.json: not the tokenizer"),
         ("checkpoint.safetensors", "E-FORMAT: .*checkpoint.safetensors does not hold"),
     ],
 )
@@ -219,6 +219,28 @@ def test_a_folder_goes_on_with_the_files_that_it_was_begun_with_alone(
         refused(words, run, recipe, "parts")
         shutil.rmtree(file.parent)  # as the refusal says
         run(recipe, "parts")
+
+
+def test_token_files_are_read_by_their_own_tokenizer_alone(recipe):
+    read = pretraining.Recipe.read(recipe)
+    work = recipe.parent
+    _, described = pretraining.prepare(read, work)
+    assert pretraining.prepare(read, work)[1] == described
+    file = work / "tokenizer" / "tokenizer.json"
+    own = file.read_text()
+    words = json.loads(own)["model"]["vocab"]
+    file.write_text(
+        own.replace('"1"', '"one"').replace('"2"', '"1"').replace('"one"', '"2"')
+    )
+    other = pretraining.PreTrainedTokenizerFast.from_pretrained(file.parent)
+    assert other.decode([words["1"]]) == "2"
+    refusal = f"E-HASH: {file}: not the tokenizer that .*; delete {work / 'corpus'} to"
+    refused(refusal, pretraining.prepare, read, work)
+    shutil.rmtree(file.parent)
+    refused(refusal, pretraining.prepare, read, work)
+    shutil.rmtree(work / "corpus")  # as the refusal says
+    pretraining.prepare(read, work)
+    assert file.read_text() == own
 
 
 def test_two_calls_do_not_train_in_one_folder(recipe, monkeypatch):
@@ -495,5 +517,22 @@ def test_a_batch_depends_on_seed_and_step_alone():
     assert drawn.shape == (400, 16)
     assert (np.diff(drawn, axis=1) == 1).all()  # windows of consecutive tokens
     assert np.array_equal(drawn, corpus.batch(streams, weights, 7, 1, 400, 16))
-    assert not np.array_equal(drawn, corpus.batch(streams, weights, 8, 1, 400, 16))
-    assert abs((drawn[:, 0] >= 2000).mean() - 0.75) < 0.1
+    for step, seed in ((8, 1), (7, 2), (1, 7)):
+        other = corpus.batch(streams, weights, step, seed, 400, 16)
+        assert not np.array_equal(drawn, other), (step, seed)
+    many = corpus.batch(streams, weights, 7, 1, 8000, 16)
+    assert abs((many[:, 0] >= 2000).mean() - 0.75) < 0.025
+
+
+@pytest.mark.parametrize(
+    ("weights", "length", "words"),
+    [
+        ({"a": 0.5}, 4, "E-RANGE: shares of the windows must sum to 1, got 0.5"),
+        ({"a": 1.0}, 9, "E-DATA: a has 9 tokens, expected more than the 9 of a window"),
+    ],
+)
+def test_windows_that_cannot_be_drawn_are_refused(weights, length, words):
+    streams = {"a": np.arange(9), "b": np.arange(2)}
+    drawn = corpus.batch(streams, {"a": 1.0, "b": 0.0}, 0, 0, rows=1, length=8)
+    assert drawn.tolist() == [[*range(8)]]
+    refused(words, corpus.batch, streams, weights, 0, 0, 1, length)

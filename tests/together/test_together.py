@@ -149,7 +149,9 @@ def test_a_price_is_measured_where_batches_differ_most(dense):
     lengths = [*(10 * [48]), 3, 90]
     ids = [torch.arange(3, 3 + length).tolist() for length in lengths for _ in range(4)]
     rows = {"input_ids": ids, "labels": ids, "length": list(map(len, ids))}
-    order = dense.batches(Dataset.from_dict(rows))
+    # In the order of this seed the first batches do not tell them apart.
+    order = replace(dense, seed=2).batches(Dataset.from_dict(rows))
+    assert len({order[step]["input_ids"].shape for step in range(6)}) == 1
     price = budget.price("flops", model, order, None)
     for step in range(order.per_epoch):
         spent = budget.measured(model, [order[step]], None)

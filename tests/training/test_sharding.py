@@ -296,7 +296,14 @@ def test_accelerate_reads_our_configurations(path):
         "FSDP",
         expected[path.stem.removeprefix("fsdp2_")],
     )
-    assert config.fsdp_config["fsdp_version"] == 2
+    assert config.mixed_precision == "no"
+    assert config.fsdp_config == {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_offload_params": False,
+        "fsdp_cpu_ram_efficient_loading": False,
+    }
     parser = launch_command_parser()
     known = vars(parser.parse_args(["--config_file", str(path), "script"]))
     assert config.fsdp_config.keys() <= known.keys()

@@ -33,14 +33,29 @@ SPLITS = own.SPLITS
 
 
 def exact(answer: str) -> str:
-    """Collapse spaces and drop a final full stop: the plain exact match."""
-    return " ".join(answer.split()).removesuffix(".")
+    """Collapse spaces and drop a final full stop: the plain exact match.
+
+    Of an answer of stops alone, none is dropped: it is not the empty answer.
+    """
+    words = " ".join(answer.split())
+    return words.removesuffix(".") if words.strip(". ") else words
 
 
 def first_line(answer: str) -> str:
     """`exact` on the first line, for models that go on talking after the answer."""
     lines = answer.strip().splitlines()
     return exact(lines[0]) if lines else ""
+
+
+def each_line(answer: str) -> str:
+    """`exact` for one line; of several each as it stands, but for blanks at its end.
+
+    Blanks before the first line do not count: a chat format puts one there.
+    """
+    lines = answer.strip().splitlines()
+    if len(lines) < 2:
+        return exact(answer)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def verb(answer: str) -> str:
@@ -58,9 +73,10 @@ def same_json(answer: str) -> str:
 
 
 Pool = Callable[[], Iterable[Item]]
-Compare = Literal["first_line", "exact", "verb", "same_json"]
+Compare = Literal["first_line", "each_line", "exact", "verb", "same_json"]
 COMPARE: dict[str, Callable[[str], str]] = {
     "first_line": first_line,
+    "each_line": each_line,
     "exact": exact,
     "verb": verb,
     "same_json": same_json,
@@ -84,6 +100,8 @@ class Task:
     compare: str = "first_line"
     rationales: bool = False  # whether items carry a worked solution
     shipped: bool = True  # whether the package ships it; else it is a user's file
+    # Whether a split's longest answer ends answers to it, in place of max_new_tokens.
+    by_split: bool = False
 
     @classmethod
     @checked
@@ -100,9 +118,9 @@ class Task:
         of the prompts cuts the file; ``system``, ``rationale`` and ``domain``
         (`moebook.data.tasks.own` has the schema). The task's name is ``own_`` and the
         file's. ``compare`` says how answers are read before they are compared: their
-        first lines, or, where an answer in the file has several, all of it. Answers of
-        a model end after ``max_new_tokens``; without it, after as many as the longest
-        answer has bytes, and one.
+        first lines, or, where an answer in the file has several, line by line. Answers
+        of a model end after ``max_new_tokens``; without it, after as many as the
+        longest answer of the split that is asked has bytes, and one (`limit`).
 
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
@@ -124,9 +142,8 @@ class Task:
             letters = "expected a name of letters, digits, _, - and ."
             refuse("E-PATH", f"{place}: {letters}, which names values; rename the file")
         items = own.read(place)
-        several = any("\n" in item.answer.strip() for item in items)
-        way = compare or ("exact" if several else "first_line")
-        longest = max(len(item.answer.encode()) for item in items)
+        several = any(len(item.answer.strip().splitlines()) > 1 for item in items)
+        way = compare or ("each_line" if several else "first_line")
         return cls(
             name=f"own_{place.stem}",
             domain="own",
@@ -135,10 +152,11 @@ class Task:
             licence="",
             templates=("{prompt}",),
             pool=lambda: items,
-            max_new_tokens=max_new_tokens or longest + 1,
+            max_new_tokens=max_new_tokens or _longest(items) + 1,
             compare=way,
             rationales=any(item.rationale for item in items),
             shipped=False,
+            by_split=max_new_tokens is None,
         )
 
     @property
@@ -167,6 +185,12 @@ class Task:
         """The items of a split; E-DATA for an unknown one."""
         refuse_unknown(split, self._splits, "E-DATA", f"unknown split '{split}':")
         return self._splits[split]
+
+    def limit(self, split: str) -> int:
+        """Return the most new tokens of an answer to a row of a split."""
+        if self.by_split:
+            return _longest(self.items(split)) + 1
+        return self.max_new_tokens
 
     def available(self, split: str) -> int:
         """Count the items of a split."""
@@ -242,6 +266,11 @@ class Task:
         if item.system:
             row["system"] = item.system
         return row
+
+
+def _longest(items: Iterable[Item]) -> int:
+    """Count the bytes of the longest answer; a token has one at least."""
+    return max((len(item.answer.encode()) for item in items), default=0)
 
 
 @cache

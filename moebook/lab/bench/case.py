@@ -106,17 +106,23 @@ class Case:
     def add(
         self, name: str, forward: Run, *, host: bool = False, after: Run = tuple
     ) -> None:
-        """Add who computes by ``forward``, on the CPU if ``host``; ``after`` ends."""
-        if self.cotangent is None:
-            without_graph = torch.no_grad()(forward)
-            self.contenders.append(Contender(name, without_graph, host=host))
-            return
+        """Add who computes by ``forward``, on the CPU if ``host``, and ends with ``after``."""
+
+        def without_graph() -> Any:
+            with torch.no_grad():
+                result = forward()
+            after()
+            return result
 
         def step() -> None:
             forward().backward(self.cotangent)
             after()
 
-        self.contenders.append(Contender(name, step, self.leaves, forward))
+        if self.cotangent is None:
+            contender = Contender(name, without_graph, host=host)
+        else:
+            contender = Contender(name, step, self.leaves, forward, host)
+        self.contenders.append(contender)
 
     def invite(self, name: str, make: Callable[[], Run], **how: Any) -> None:
         """Add what ``make`` returns, or note why it fails (E-PEER: not installed)."""

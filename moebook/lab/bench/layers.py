@@ -191,7 +191,8 @@ def routed_adapters(
     if F:
         ffn = _frozen_ffn(h, *frozen)
         case.add("ours", lambda: kernels.adapters(ffn(), routing, down, up))
-        case.floor([*products, Product(T, D, F, 6)], device, dtype)
+        # Backward one product a frozen weight, for the gradient of what went in.
+        case.floor([*products, Product(T, D, F, 6 if backward else 3)], device, dtype)
         case.add("frozen FFN alone", ffn)
         return case
     case.add("ours", lambda: kernels.adapters(h, routing, down, up))

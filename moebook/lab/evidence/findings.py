@@ -52,6 +52,7 @@ PROMISES = {
 }
 """The gain in accuracy that each paper is about, and what it is called in a figure."""
 SMALL = "1 M"  # the scale at which all four were measured
+ARC = {"arc_easy", "arc_challenge"}  # its parts; a model's card has both as one
 ARMS = ["measure", "arm", "value", "low", "high", "seeds"]  # columns of a table of arms
 
 
@@ -82,7 +83,8 @@ def _before(row: Row) -> str:
 def told(verdict: Verdict, where: str | None = None) -> str:
     """Say what was found at one scale, and the numbers and notes that it rests on."""
     if verdict.label == "not testable here":
-        return f"{_strong(verdict.label)}: {verdict.claim.untestable}"
+        why = verdict.claim.untestable or "; ".join(notes(verdict.shown))
+        return f"{_strong(verdict.label)}: {why}"
     if where is None:
         where = f" at {verdict.scale}" if verdict.scale else ""
     said = [numbers(verdict.shown), *notes(verdict.shown)]
@@ -103,7 +105,12 @@ def notes(measured: Measurement) -> list[str]:
     """Say what stands beside the numbers: what could not be seen, tasks, rates at an end."""
     claim = measured.claim
     said = ""
-    if not measured.enough:
+    if claim.presupposes and not measured.presupposed:
+        above, below = claim.presupposes
+        said = (
+            f"it presupposes that {above} lies above {below}, which is not shown here"
+        )
+    elif not measured.enough:
         said = SO_FAR[side(claim, measured.effect, measured.effect)]
     elif measured.smallest and not measured.side:
         least = amount(claim, measured.smallest).lstrip("+")
@@ -294,7 +301,7 @@ def pools(name: str) -> dict[str, Pool]:
     mine: set[str] = set()
     for claim in papers.claims():
         if claim.run == name:
-            judged = row(claim, every.values(), deciders.get(claim.id, ()))
+            judged = row(claim, every.values(), deciders.get(claim.id, {}))
             for verdict in judged.decided:
                 mine.add(verdict.shown.pool.protocol)
     return {one: pool for one, pool in every.items() if one in mine} or every
@@ -356,13 +363,13 @@ def _benchmark_items(run: records.Run) -> pd.DataFrame:
             task = member[0] if member else asked
             by_task.setdefault((asked, task), {})[measure] = value.items
     names = {asked for asked, _ in by_task}
+    joined = names >= ARC and "ai2_arc" not in names
     parts = [pd.DataFrame()]
     for (asked, task), measures in by_task.items():
         # A benchmark that generates its answers has no loss.
         rows = pd.DataFrame({"nll": np.nan, **measures}).assign(task=task)
         parts.append(rows.assign(asked=asked))
-        is_part = asked == task and task.startswith("arc_")
-        if is_part and "ai2_arc" not in names:  # the model's card has both parts as one
+        if joined and asked in ARC:
             parts.append(rows.assign(asked="ai2_arc"))
     as_answered = {"accuracy": "unnormalised", "normalised": "correct"}
     return pd.concat(parts).rename(columns=as_answered)
@@ -446,7 +453,7 @@ def _said(number: float) -> str:
 def sizes(pool: Pool, kind: str, default: tuple[int, str]) -> dict[int, str]:
     """Find the arms ``<kind><number>``, such as ``experts4``, by number; others are ``default``."""
     texts = {arm.removeprefix(kind): arm for arm in pool.arms if arm.startswith(kind)}
-    numbered = {int(text): arm for text, arm in texts.items() if text.isdigit()}
+    numbered = {int(text): arm for text, arm in texts.items() if text.isdecimal()}
     return dict(sorted((numbered | dict([default])).items()))
 
 

@@ -21,12 +21,12 @@ from moebook.lab.run import sources
 from moebook.lab.run.sources import duration
 
 MARK = "Decided before the first run."
-PRIMARY = "Primary measure"
-SMALLEST = "Smallest effect of interest"
+PRIMARY = sources.PRIMARY
+SMALLEST = sources.SMALLEST
 SEEDS = sources.SEEDS
-SPREAD = "Spread on record"
-ROWS = "Test rows"
-OTHERS = "Ten other seeds"
+SPREAD = sources.SPREAD
+ROWS = sources.ROWS
+OTHERS = sources.OTHERS
 RUNNING = "Still running"
 DECIDED = (PRIMARY, SMALLEST, SEEDS, SPREAD, ROWS, OTHERS)
 """What the head of a protocol decides before these runs, a line each; the last two if any."""

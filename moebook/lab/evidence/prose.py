@@ -236,8 +236,8 @@ def _measured(
 ) -> Effect:
     """Measure an effect in a pool, of the seeds ``asked`` for, by default of all.
 
-    What is ``exact``, or of published files, is computed and alike with every seed: it is one
-    number, as in the ledger. What the pool does not have is refused (E-POOL), and so are values of
+    What is ``exact``, or of published files, is computed: it is one number, the mean over seeds,
+    as in the ledger. What the pool does not have is refused (E-POOL), and so are values of
     two units and a seed that is missing (E-PROSE).
     """
     pooled = f"the pool of {pool.notebook}/{pool.protocol}"
@@ -259,7 +259,6 @@ def _measured(
 
     if exact or pool.published:
         effects = _alone(effects)
-        seeds = seeds[:1]
     means: list[float] = []
     for each in [name, less] if isinstance(less, str) else [name]:
         by_seed = pool.values(each)
@@ -269,7 +268,7 @@ def _measured(
 
 def _alone(effects: np.ndarray) -> np.ndarray:
     """Return what is computed as one number, ``[1, 1]``, of which there is no interval."""
-    return effects[:1].mean(axis=1, keepdims=True)
+    return effects.mean(keepdims=True)
 
 
 def _others(parts: Mapping[str, np.ndarray], task: str, where: str) -> np.ndarray:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -63,7 +64,7 @@ class Measurement:
     @property
     def effect(self) -> float:
         """Mean effect, in the claim's unit."""
-        return float(self.effects[0].mean() if self.exact else self.effects.mean())
+        return float(self.effects.mean())
 
     @cached_property
     def interval(self) -> tuple[float, float] | None:
@@ -87,12 +88,14 @@ class Measurement:
         "reproduced" asks for all: a run at the paper's scale, the claimed side, and an effect
         within the tolerance of the paper's number. An interval across the border "excludes the
         paper's size" if that lies outside it and anything differed; if it does not, and is smaller
-        than what the pool could see, it is "too small to see here". What is computed must agree on
-        all tasks.
+        than what the pool could see, it is "too small to see here". What is computed must agree in
+        all seeds and on all tasks.
         """
         if self.claim.untestable and self.pool.tier != "paper":
             return "not testable here"
-        if not self.enough or self._tasks_disagree:
+        if not self.presupposed:
+            return "not testable here"
+        if not self.enough or self._disagrees:
             return "inconclusive"
         if self.side < 0:
             return "direction fails"
@@ -100,9 +103,23 @@ class Measurement:
             return "reproduced" if self._reproduces else "direction holds"
         return self._undecided
 
+    @cached_property
+    def presupposed(self) -> bool:
+        """Whether the pool shows what the claim presupposes: one value above another."""
+        if self.claim.presupposes is None:
+            return True
+        above, below = self.claim.presupposes
+        ends = interval(self.pool.effects(above, below))
+        return ends is not None and ends[0] > 0
+
     @property
-    def _tasks_disagree(self) -> bool:
-        return self.exact and len({*self.by_task.values(), self.side}) > 1
+    def _disagrees(self) -> bool:
+        """Whether what is computed lies on one side in some seeds or tasks, not in others."""
+        if not self.exact:
+            return False
+        means = map(float, self.effects.mean(axis=1))
+        by_seed = {side(self.claim, mean, mean) for mean in means}
+        return len({*by_seed, *self.by_task.values()}) > 1
 
     @property
     def _reproduces(self) -> bool:
@@ -242,7 +259,7 @@ class Verdict:
         """Whether the claim came to say what it says after the first run that decides it."""
         claim = self.claim
         measured = self.deciding
-        if measured is None or measured.exact:
+        if measured is None:
             return False
         seeds = measured.pool.having(*claim.values)
         runs = [run.manifest for run in measured.pool.runs if run.seed in seeds]
@@ -325,11 +342,20 @@ class Row:
         return next((one for one in self.verdicts if one.scale == scale), None)
 
 
-def row(claim: Claim, pools: Iterable[Pool], deciders: Collection[str] = ()) -> Row:
+NOBODY: Mapping[str, Collection[int]] = MappingProxyType({})
+
+
+def row(
+    claim: Claim,
+    pools: Iterable[Pool],
+    deciders: Mapping[str, Collection[int]] = NOBODY,
+) -> Row:
     """Measure a claim in pools; those of the protocols ``deciders`` decide, one a scale.
 
-    What is computed needs no decider: the newest pool is taken, and the others must agree. The run
-    that a page shows is taken where there is no other.
+    ``deciders`` holds for each the seeds that its head plans; it decides once all have measured
+    the claim, so that nobody stops an arm where the result looks good. What is computed needs no
+    decider: the newest pool is taken, and the others must agree. The run that a page shows is taken
+    where there is no other.
     """
     scales: dict[str, list[Measurement]] = {}
     for pool in sorted(pools, key=lambda pool: pool.rank):
@@ -338,7 +364,7 @@ def row(claim: Claim, pools: Iterable[Pool], deciders: Collection[str] = ()) -> 
             scales.setdefault(pool.scale, []).append(measured)
     verdicts = []
     for scale, every in sorted(scales.items(), key=lambda pair: store.size(pair[0])):
-        deciding = [one for one in every if one.pool.protocol in deciders]
+        deciding = [one for one in every if _is_decided(one, deciders)]
         if not deciding and all(one.exact for one in every):
             committed = [one for one in every if one.pool.protocol != LIVE]
             deciding = [max(committed or every, key=_day)]
@@ -351,6 +377,13 @@ def row(claim: Claim, pools: Iterable[Pool], deciders: Collection[str] = ()) -> 
         others = tuple(one for one in every if one is not first)
         verdicts.append(Verdict(claim, scale, first, others))
     return Row(claim, tuple(verdicts))
+
+
+def _is_decided(measured: Measurement, deciders: Mapping[str, Collection[int]]) -> bool:
+    planned = deciders.get(measured.pool.protocol)
+    if planned is None:
+        return False
+    return measured.pool.having(*measured.claim.values).issuperset(planned)
 
 
 def _day(measured: Measurement) -> str:
@@ -371,7 +404,7 @@ def ledger(
     pools = {name: sources.pools(name, place, shown=live) for name in names}
     deciders = sources.deciders(place)
     rows = [
-        row(one, pools[one.run].values(), deciders.get(one.id, ())) for one in claims
+        row(one, pools[one.run].values(), deciders.get(one.id, {})) for one in claims
     ]
     for one in rows:
         for verdict in one.decided:

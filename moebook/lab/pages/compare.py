@@ -136,7 +136,7 @@ def _ledger(
     for claim in claims:
         yield f"{claim.id}: {claim.sentence}"
         yield f"  paper  {claim.printed} ({claim.where})"
-        yield f"  book   {_plain(verdicts.row(claim, book, deciders.get(claim.id, ())))}"
+        yield f"  book   {_plain(verdicts.row(claim, book, deciders.get(claim.id, {})))}"
         measured = verdicts.measure(claim, alone)
         if measured:
             remarks = [findings.numbers(measured), *findings.notes(measured)]
@@ -159,9 +159,15 @@ def _values(mine: Run, other: Pool | None) -> Iterator[str]:
 
 def _pair(value: Value, theirs: Sequence[float]) -> str:
     """Write a reader's value beside the mean of the book's."""
-    form = ",.0f" if value.unit == "count" else ".4g"
-    book = f"{sum(theirs) / len(theirs):{form}}" if theirs else UNKNOWN
-    return f"{value.name}: yours {value.value:{form}} | book's {book} {value.unit}"
+    mine = _written(value.value, value.unit)
+    book = _written(sum(theirs) / len(theirs), value.unit) if theirs else UNKNOWN
+    return f"{value.name}: yours {mine} | book's {book} {value.unit}"
+
+
+def _written(number: float, unit: str) -> str:
+    """Write a number with four digits; of a count all that stand before the point."""
+    is_long = float(number).is_integer() or abs(number) >= 1000
+    return f"{number:,.0f}" if unit == "count" and is_long else f"{number:.4g}"
 
 
 def _numbers(pool: Pool, name: str) -> list[float]:

@@ -50,6 +50,12 @@ BEFORE_UNIT = re.compile(
 )
 AFTER_MARK = re.compile(r"(?<!\w)(Alg\.|App\.|Eq\.|Fig\.|Sec\.|Table) (?=\d)")
 """Where no line may end: "3 M", "Eq. 6"."""
+INSTEAD = {
+    ' role="list" class="citation-list"': ' class="citation-list"',
+    ' role="doc-biblioentry"': "",
+    '<summary aria-label="Toggle hidden content">': "<summary>",
+}
+"""What a page's HTML has, and what stands there instead (`_mend`)."""
 NO_BREAK_SPACE = "\u00a0"
 
 
@@ -132,34 +138,41 @@ def _insert(app: Any, docname: str, source: list[str]) -> None:
 
 def _bind_numbers(app: Any, doctree: Any) -> None:
     """Let no line end between a number and its unit, or between "Eq." and its number."""
-    from docutils import nodes
-
-    to_copy = (
-        nodes.literal,
-        nodes.literal_block,
-        nodes.math,
-        nodes.math_block,
-        nodes.raw,
-    )
-    for text in [*doctree.findall(nodes.Text)]:
-        if isinstance(text.parent, to_copy):
+    to_copy = ("literal", "literal_block", "math", "math_block", "raw")
+    for text in [*doctree.findall(lambda node: node.tagname == "#text")]:
+        if text.parent.tagname in to_copy:
             continue
         bound = BEFORE_UNIT.sub(NO_BREAK_SPACE, str(text))
         bound = AFTER_MARK.sub(rf"\1{NO_BREAK_SPACE}", bound)
         if bound != text:
-            text.parent.replace(text, nodes.Text(bound))
+            text.parent.replace(text, type(text)(bound))
 
 
 def _with_one_set_up(cells: Iterable[Any]) -> Iterator[Any]:
-    """Yield cells, those that hold parameters as the first lines of the cell after them."""
-    parameters: list[str] = []
+    """Yield cells, those that hold parameters as the first lines of the code after them.
+
+    Where text or nothing comes after them, they are a cell of their own.
+    """
+    parameters: list[Any] = []
     for cell in cells:
-        source = "".join(cell["source"])
         if {"parameters", "injected-parameters"} & {*storage.tags(cell)}:
-            parameters.append(source)
+            parameters.append(cell)
             continue
-        yield {**cell, "source": "\n\n".join([*parameters, source])}
+        if cell["cell_type"] == "code":
+            yield _joined([*parameters, cell])
+        else:
+            if parameters:
+                yield _joined(parameters)
+            yield cell
         parameters = []
+    if parameters:
+        yield _joined(parameters)
+
+
+def _joined(cells: list[Any]) -> Any:
+    """Return the last of some cells with the lines of all."""
+    sources = ["".join(cell["source"]) for cell in cells]
+    return {**cells[-1], "source": "\n\n".join(sources)}
 
 
 def _mend(
@@ -176,12 +189,10 @@ def _mend(
         first.setdefault((script.filename or "", body), script)
     context["script_files"] = list(first.values())
     context["root_title"] = "Start here"
-    for role in (' role="list" class="citation-list"', ' role="doc-biblioentry"'):
-        context["body"] = context.get("body", "").replace(
-            role, role.partition('list"')[2]
-        )
-    label = '<summary aria-label="Toggle hidden content">'
-    context["body"] = context["body"].replace(label, "<summary>")
+    body = context.get("body", "")
+    for written, instead in INSTEAD.items():
+        body = body.replace(written, instead)
+    context["body"] = body
 
 
 def badge(run: Run, folder: Path) -> str:

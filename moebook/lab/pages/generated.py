@@ -39,8 +39,9 @@ def prepare() -> None:
     folder = Path.cwd()
     for name in (*RENDERER, *LATE):
         import_module(name)
-    for name in sources.notebooks(folder):
-        store.pools(name)
+    with suppress(Refusal):  # whoever reads the pools is told
+        for name in sources.notebooks(folder):
+            store.pools(name)
     storage.files.loaded()
     with suppress(Refusal):  # whoever writes the pages is told
         committed(folder, freshness.digest(folder, freshness.COMMITTED))

@@ -190,13 +190,12 @@ def _explanations(
             yield f"{other.place} agrees with {weighting.text}"
     yield from _other_print(paper, check)
     yield from _misprint(check)
-    if check.target is None:  # texts round to fives and tens of the last digit
-        for times in (5, 10):
-            step = times * 10.0**-check.decimals
-            steps = check.value / step
-            rounded = abs(steps - round(steps)) < EXACT
-            if rounded and abs(check.value - check.computed) <= step / 2:
-                yield f"agrees when rounded to {step:g}"
+    if check.target is None:  # texts round to fives of the last digit
+        step = 5 * 10.0**-check.decimals
+        steps = check.value / step
+        rounded = abs(steps - round(steps)) < EXACT
+        if rounded and abs(check.value - check.computed) <= step / 2:
+            yield f"agrees when rounded to {step:g}"
 
 
 def _other_print(paper: Paper, check: Check) -> Iterator[str]:
@@ -236,10 +235,10 @@ def _misprint(check: Check) -> Iterator[str]:
 
 def _turned(printed: str) -> Iterator[str]:
     """A printed number with each of its digits but the last turned into each other."""
-    for i, before in enumerate(printed[:-1]):
-        if before.isdigit():
-            for digit in "0123456789".replace(before, ""):
-                yield printed[:i] + digit + printed[i + 1 :]
+    places = [place for place, sign in enumerate(printed) if sign.isdigit()]
+    for place in places[:-1]:
+        for digit in "0123456789".replace(printed[place], ""):
+            yield printed[:place] + digit + printed[place + 1 :]
 
 
 def _copied(paper: Paper) -> Iterator[Finding]:

@@ -238,6 +238,8 @@ class Claim:
     trivial: Text | int | float | None = None
     # a recorded value of an arm for which a bound must fail, in the place of `value`,
     # or a number
+    presupposes: tuple[Text, Text] | None = None
+    # recorded values: where the first does not lie above the second it says nothing
     # Why it decides nothing any more; its words and its verdict stay.
     ended: Text | None = None
     instead: tuple[Text, ...] = ()  # ids of the claims that stand in its place
@@ -265,12 +267,12 @@ class Claim:
 
     @property
     def bounded(self) -> bool:
-        """Whether a bound that somebody chose decides it: a number, or a nearness."""
+        """Whether a bound that somebody chose decides it: a number, a mean, or a nearness."""
         if self.kind == "number":  # the paper's own
             return False
-        middle = isinstance(self.reference, tuple)
+        mean_of_several = isinstance(self.reference, tuple)
         chosen = isinstance(self.reference, int | float) and self.reference != 0
-        return self.direction == "equal" or middle or chosen
+        return self.direction == "equal" or mean_of_several or chosen
 
     @property
     def values(self) -> tuple[str, ...]:

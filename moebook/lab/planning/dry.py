@@ -115,7 +115,8 @@ def dry_run(
     model.set_experts_implementation(NAME)
     # Which methods change in place.
     blocks = [layer.block for layer in anatomy(model).layers]
-    model = training.method.make(model).train()
+    with _without_values(training.host), on_meta():
+        model = training.method.make(model).train()
     widen(model)
     if training.autocast:
         autocast(model)

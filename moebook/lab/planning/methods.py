@@ -15,6 +15,7 @@ from moebook.methods import esft as specialised
 from moebook.methods import pesc as crafted
 from moebook.methods import rocket
 from moebook.methods import upcycling as upcycled
+from moebook.methods.esft.score import check_gates
 from moebook.models.anatomy import count, sparse_layers
 from moebook.models.skeleton import configuration, skeleton
 
@@ -104,6 +105,7 @@ def esft(share: float) -> Method:
     """Train this share of each layer's routed experts."""
 
     def made(host: nn.Module) -> nn.Module:
+        check_gates(host)
         chosen = {}
         for layer in sparse_layers(host):
             chosen[layer.index] = tuple(range(max(1, round(share * layer.count))))

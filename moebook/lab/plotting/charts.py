@@ -295,8 +295,8 @@ def prices(table: pd.DataFrame, *, title: str = "") -> Figure:
 
     ``table`` has the loss in its first column and positive prices in the others, on
     axes of their own, all logarithmic; the row of the lowest loss is on top. A price is
-    a filled point where no row has a lower loss for less (the Pareto front), else a
-    hollow one.
+    a filled point where no row has a lower loss for as little (the Pareto front), else
+    a hollow one.
     """
     loss, *others = table.columns
     table = table.sort_values(loss)
@@ -305,7 +305,9 @@ def prices(table: pd.DataFrame, *, title: str = "") -> Figure:
     figure, cells = grid(names, len(names), height, "", "", title)
     for axes, column in zip(cells, table, strict=True):
         values = table[column].to_numpy(float)
-        best = on_front(values) if column in others else np.full(len(values), True)
+        best = np.full(len(values), True)
+        if column in others:
+            best = on_front(table[loss].to_numpy(float), values)
         for place, (value, filled) in enumerate(zip(values, best, strict=True)):
             face = COLOURS[0] if filled else "white"
             dress = look(0) | {"ls": "", "mfc": face, "markersize": 5}
@@ -321,10 +323,11 @@ def prices(table: pd.DataFrame, *, title: str = "") -> Figure:
     return finished(figure)
 
 
-def on_front(values: Cloud) -> npt.NDArray[np.bool_]:
-    """Whether each price, ``[n]`` from the best row on, is lower than all before it."""
-    before = np.minimum.accumulate([np.inf, *values[:-1]])
-    return values < before
+def on_front(losses: Cloud, prices: Cloud) -> npt.NDArray[np.bool_]:
+    """Whether no row with a lower loss has as low a price, by row ``[n]``."""
+    rows = zip(losses, prices, strict=True)
+    beaten = [((losses < loss) & (prices <= price)).any() for loss, price in rows]
+    return ~np.array(beaten, dtype=bool)
 
 
 def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure | None:
@@ -332,11 +335,14 @@ def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure | Non
 
     ``frame`` has one row a point: ``panel`` (the unit of its axis), ``line`` (what
     stands at the left), ``series`` (colour and marker, such as the scale), ``value``,
-    ``low`` and ``high``, and ``sure``: a filled marker, else a hollow one; None where
-    it has none. ``printed``, if there, is the paper's effect, a short line across
-    all series of its line. ``xlabel`` says what is to the right.
+    ``low`` and ``high``, and ``sure``: a filled marker, else a hollow one. ``printed``,
+    if there, is the paper's effect, a short line across all series of its line.
+    ``xlabel`` says what is to the right. Returns None where there is no row.
     """
     require("forest", frame, COLUMNS)
+    for column in ("panel", "line", "series"):
+        if frame[column].isna().any():
+            refuse("E-DATA", f"forest: a row has no {column}; name it")
     if frame.empty:
         return None
     panels = list(frame.groupby("panel", sort=False))

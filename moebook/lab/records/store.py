@@ -493,5 +493,11 @@ def live(
 ) -> Pool | None:
     """Read the run that the notebook's page shows, as a pool of one; None without one."""
     place = (folder or root()) / "book" / "notebooks"
-    path = next(place.glob(f"[0-9][0-9]_{notebook}.parquet"), None)
-    return None if path is None else Pool(notebook, LIVE, (read(path),))
+    paths = files.own(place, f"[0-9][0-9]_{notebook}.parquet")
+    if not paths:
+        return None
+    run = read(paths[0])
+    if run.notebook != notebook:
+        belongs = f"{run.notebook} at {run.protocol}"
+        refuse("E-POOL", f"{paths[0]} is a run of {belongs}; run: make book")
+    return Pool(notebook, LIVE, (run,))

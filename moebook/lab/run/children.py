@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 
 from moebook.errors import Refusal, lacks_memory, no_memory, refuse
 
@@ -55,19 +57,30 @@ def run(
     """
     output, printing = os.pipe()
     errors, complaining = os.pipe()
-    with os.fdopen(output) as printed, os.fdopen(errors) as complained:
-        try:
-            files = (waiting, printing, complaining)
-            process = start(code, *arguments, folder=folder, files=files, place=place)
-        finally:
-            os.close(printing)
-            os.close(complaining)
-        complaints = complained.read()
-        lines = printed.read().splitlines()
-        status = process.wait()
+    # Both are read at once: a child waits where one is full. Nobody waits for the thread where
+    # this one is interrupted, as the child's end ends it.
+    complaints: Queue[str] = Queue()
+    Thread(target=lambda: complaints.put(_text(errors)), daemon=True).start()
+    try:
+        files = (waiting, printing, complaining)
+        process = start(code, *arguments, folder=folder, files=files, place=place)
+    except BaseException:
+        os.close(output)
+        raise
+    finally:
+        os.close(printing)
+        os.close(complaining)
+    lines = _text(output).splitlines()
+    status = process.wait()
     if status:
-        raise _refusal(status, complaints)
+        raise _refusal(status, complaints.get())
     return lines
+
+
+def _text(end: int) -> str:
+    """Read what comes out of a pipe to its end, and close it."""
+    with os.fdopen(end, errors="replace") as file:
+        return file.read()
 
 
 def _refusal(status: int, complaints: str) -> Refusal:

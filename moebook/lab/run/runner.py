@@ -416,7 +416,10 @@ def _executable(path: Path) -> nbformat.NotebookNode:
             problem = f"a cell is tagged {min(skipping)}, {why}"
             refuse("E-NOTEBOOK", f"notebooks/{path.name}: {problem}")
         if needs_ids and cell.get("id") in taken:
-            cell["id"] = f"cell-{number}"
+            free = number
+            while f"cell-{free}" in taken:
+                free += 1
+            cell["id"] = f"cell-{free}"
         taken.add(cell.get("id"))
     return nbformat.from_dict(notebook)
 

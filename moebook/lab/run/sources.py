@@ -24,9 +24,17 @@ from moebook.lab.records.store import CLASS, COMMITTED, Pool
 from moebook.lab.run import parameters
 from moebook.lab.run.parameters import Parameter, Scalar
 
-DECIDES = "Decides: "
+DECIDES = "Decides"
+PRIMARY = "Primary measure"
+SMALLEST = "Smallest effect of interest"
 SEEDS = "Seeds"
+SPREAD = "Spread on record"
+ROWS = "Test rows"
+OTHERS = "Ten other seeds"  # the same design once more
 STOPPED = "Stopped"  # before all of its seeds had run: why
+FACTS = (DECIDES, PRIMARY, SMALLEST, SEEDS, SPREAD, ROWS, OTHERS, STOPPED)
+# The second group is there where a space and a text follow the colon.
+_FACT = re.compile(rf"\s*#\s*({'|'.join(FACTS)}):( +\S)?")
 _STEM = re.compile(r"\d\d_([a-z0-9_]+)")
 
 
@@ -87,12 +95,30 @@ class Notebook:
         return self.path.with_name(f"{self.path.stem}.{protocol}.yaml")
 
     def head(self, protocol: str) -> list[str]:
-        """Return the comment at the top of a protocol's file, line by line."""
+        """Return the comment at the top of a protocol's file, line by line.
+
+        A line that says one of `FACTS` and would not be read as one is refused (E-CONFIG).
+        """
         file = self._file(protocol)
         if not file.is_file():
             return []
-        lines = file.read_text(encoding="utf-8").splitlines()
-        comment = takewhile(lambda line: line.startswith("#"), lines)
+        where = f"{file.parent.name}/{file.name}"
+        try:
+            lines = file.read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError as error:
+            refuse("E-CONFIG", f"{where}: not UTF-8 at byte {error.start}")
+        comment = [*takewhile(lambda line: line.startswith("#"), lines)]
+        for number, line in enumerate(lines, start=1):
+            fact = _FACT.match(line)
+            if fact is None:
+                continue
+            place = f"{where}:{number}"
+            if number > len(comment):
+                head = "the comment at the top, which has no empty line; move it there"
+                refuse("E-CONFIG", f"{place}: '{fact[1]}:' is not in {head}")
+            if not fact[2]:
+                expected = f"expected a space behind '{fact[1]}:', and a text"
+                refuse("E-CONFIG", f"{place}: {expected}")
         return [line[1:].strip() for line in comment]
 
     def facts(self, protocol: str) -> dict[str, str]:
@@ -108,8 +134,9 @@ class Notebook:
         """Return the ids of the claims that its runs decide, from lines ``Decides: id, id``."""
         ids: list[str] = []
         for line in self.head(protocol):
-            if line.startswith(DECIDES):
-                ids += re.split(r",\s*", line.removeprefix(DECIDES))
+            name, _, claims = line.partition(": ")
+            if name == DECIDES:
+                ids += re.split(r",\s*", claims)
         return [claim_id for claim_id in ids if claim_id]
 
     def seeds(self, protocol: str, fact: str = SEEDS) -> list[int]:
@@ -168,7 +195,7 @@ def notebooks(folder: Path) -> dict[str, Notebook]:
 
 
 def running(notebook: Notebook, folder: Path) -> set[str]:
-    """Return the protocols of a notebook whose heads plan seeds that are still to run.
+    """Return the protocols of a notebook whose heads plan `SEEDS` that are still to run.
 
     Until then they decide nothing: else one could look at each seed that comes in, and stop where
     one likes what one sees. A study that ended before says why in its head (``Stopped: why``).
@@ -191,15 +218,24 @@ def pools(name: str, folder: Path, *, shown: bool = False) -> dict[str, Pool]:
     return {one: pool for one, pool in every.items() if one not in unfinished}
 
 
-def deciders(folder: Path) -> dict[str, set[str]]:
+def planned(notebook: Notebook, protocol: str) -> frozenset[int]:
+    """Return the seeds that a claim waits for: all that a head plans, none where it stopped."""
+    if STOPPED in notebook.facts(protocol):
+        return frozenset()
+    first = notebook.seeds(protocol)
+    return frozenset({*first, *notebook.seeds(protocol, OTHERS)})
+
+
+def deciders(folder: Path) -> dict[str, dict[str, frozenset[int]]]:
     """Return by claim the protocols that decide it, as their heads say (``Decides: id, id``).
 
-    One that is still running decides nothing yet. A claim that does not exist or belongs to
-    another notebook is refused, and so are two protocols of one scale that decide the same claim
-    (E-CONFIG).
+    With each come the seeds that its head plans: before all of them have measured a claim, it
+    decides nothing of it. One that is still running decides nothing yet. A claim that does not
+    exist or belongs to another notebook is refused, and so are two protocols of one scale that
+    decide the same claim (E-CONFIG).
     """
     known = {claim.id: claim for claim in papers.claims()}
-    protocols: dict[str, set[str]] = {}
+    protocols: dict[str, dict[str, frozenset[int]]] = {}
     files: dict[tuple[str, str], str] = {}  # by claim and scale, which file decides it
     for name, notebook in notebooks(folder).items():
         unfinished = running(notebook, folder)
@@ -218,7 +254,8 @@ def deciders(folder: Path) -> dict[str, set[str]]:
                     both = f"{where} and {other} both decide {claim} at {scale}"
                     refuse("E-CONFIG", f"{both}; one may")
                 if protocol not in unfinished:
-                    protocols.setdefault(claim, set()).add(protocol)
+                    seeds = planned(notebook, protocol)
+                    protocols.setdefault(claim, {})[protocol] = seeds
     return protocols
 
 

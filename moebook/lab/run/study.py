@@ -42,6 +42,8 @@ CODE = (
     "_config.yml",
     "requirements.lock",
 )
+# At the top of a frozen copy: the hash of its files, as they were exported.
+SEAL = ".seal"
 CHILD = "from moebook.lab.run import study; study.child()"
 # Notebooks whose arms `experiments` knows.
 PLANNED = (
@@ -286,13 +288,12 @@ def _take_in(outcome: Outcome, copy: Path, folder: Path) -> tuple[str, bool]:
 
 def _with_place(message: str, copy: Path, folder: Path) -> str:
     """Say where a failed copy lies, which its run named from the code where it executed."""
-    _, names, path = message.rpartition("the failed copy is ")
+    before, names, path = message.rpartition("the failed copy is ")
     if not names:
         return message
     if not (copy / path).exists():
         return f"{message} on its node"
-    failed = str(copy.relative_to(folder) / "runs" / "failed")
-    return message.replace("runs/failed", failed)
+    return f"{before}{names}{copy.relative_to(folder) / path}"
 
 
 def add(run: Run, folder: Path) -> Path:
@@ -360,6 +361,7 @@ def freeze(folder: Path) -> Path:
         why = "a study runs committed code"
         refuse("E-GIT", f"{folder} has no git commit to freeze; {why}")
     if (folder / storage.files.FROZEN).is_file():
+        _refuse_touched(folder)
         return folder  # a frozen copy itself
     if commit["dirty"]:
         print("uncommitted changes are not part of this study", flush=True)
@@ -368,6 +370,7 @@ def freeze(folder: Path) -> Path:
         for stage in place.parent.glob(".stage-*"):  # by a study that was killed
             shutil.rmtree(stage)
         if place.is_dir():
+            _refuse_touched(place)
             return place
         with tempfile.TemporaryDirectory(
             prefix=".stage-", dir=place.parent
@@ -375,15 +378,41 @@ def freeze(folder: Path) -> Path:
             code = Path(temporary) / "code"
             with placed(place):
                 _export(folder, commit["id"], code)
+            storage.write(code / SEAL, _seal(code))
             storage.write(code / storage.files.FROZEN, commit["id"])
             code.rename(place)
     return place
 
 
+def _refuse_touched(copy: Path) -> None:
+    """Refuse a frozen copy whose files are not those that were exported, or that has no seal."""
+    seal = copy / SEAL
+    if not seal.is_file() or seal.read_bytes() != _seal(copy).encode():
+        fix = "delete it, where no study runs from it, and start again"
+        refuse("E-HASH", f"{copy} is not as it was exported from git; {fix}")
+
+
+def _seal(copy: Path) -> str:
+    """Hash the files of a frozen copy, but runs and bytecode, which come to lie there."""
+    digests: list[tuple[str, str | None]] = []
+    for name in CODE:
+        for path in (copy / name, *storage.files.own(copy / name, "**/*")):
+            left = path.suffix == ".parquet" or "__pycache__" in path.parts
+            if path.is_file() and not left:
+                place = path.relative_to(copy).as_posix()
+                digests.append((place, storage.digest(path)))
+    return storage.files.text_digest(repr(digests))
+
+
 def _export(folder: Path, commit: str, code: Path) -> None:
     """Write a commit's files, as git gives them, into a new folder."""
-    names = [name for name in CODE if (folder / name).exists()]
-    command = ["git", "-C", str(folder), "archive", commit, "--", *names]
+    git_here = ["git", "-C", str(folder)]
+    listing = [*git_here, "ls-tree", "--name-only", commit, "--", *CODE]
+    listed = subprocess.run(listing, capture_output=True, text=True)
+    if listed.returncode:
+        refuse("E-GIT", f"git ls-tree: {listed.stderr.strip()}")
+    names = listed.stdout.splitlines()
+    command = [*git_here, "archive", commit, "--", *names]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as git:

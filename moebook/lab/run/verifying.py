@@ -14,6 +14,7 @@ from moebook.lab.run import publish, sources
 from moebook.storage.files import own
 
 WITHDRAWN = "withdrawn"  # below results/: pools that count no more
+EMPTY = "it holds no run"
 
 
 @dataclass(frozen=True)
@@ -81,19 +82,22 @@ def _finding(path: Path, faults: list[str], folder: Path) -> Finding:
             # LoRAs, a folder each, beside the notebook's pools. With torch, which they alone need.
             from moebook.models import checkpoint
 
-            seals = [checkpoint.verify(lora) for lora in own(path)]
+            loras = [lora for lora in own(path) if lora.is_dir()]
+            seals = [checkpoint.verify(lora) for lora in loras]
             return Finding(
                 place, tuple(faults), f"the seals of {len(seals)} LoRAs agree"
             )
         if path.parents[1].name == WITHDRAWN:
             runs = [records.read_run(file) for file in own(path, "*.parquet")]
+            if not runs:
+                return Finding(place, (*faults, EMPTY))
             seeds = ", ".join(str(run.seed) for run in runs)
             return Finding(
                 place, tuple(faults), f"seeds {seeds}, withdrawn, are as they were"
             )
         pool = store.pool(path.parent.name, path.name, folder)
         if pool is None:
-            return Finding(place, (*faults, "it holds no run"))
+            return Finding(place, (*faults, EMPTY))
         if pool.notebook != store.BENCH:
             sources.find(folder, pool.notebook).agrees(pool)
         seeds = ", ".join(map(str, pool.seeds))

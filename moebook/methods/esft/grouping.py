@@ -51,7 +51,8 @@ def cooccurrence(
     return {layer: matrix.fill_diagonal_(0) for layer, matrix in counts.items()}
 
 
-def similarity(cooccurrence: Tensor) -> NDArray[np.int64]:
+@checked
+def similarity(cooccurrence: Annotated[Tensor, FINITE]) -> NDArray[np.int64]:
     """Return the cosines of all pairs of rows, in units of 1 / UNIT, ``[E, E]``; diagonal 0."""
     shapes("similarity", {"cooccurrence": (cooccurrence, "E E")}, empty="")
     # An unused expert's row of zeros stays one, so it is like none.

@@ -18,6 +18,7 @@ from moebook.errors import located, refuse
 from moebook.kernels.dispatch import shapes
 from moebook.methods.esft.config import Config, Pooling
 from moebook.methods.esft.published import ByLayer, PublishedScores, from_json
+from moebook.nn.routing import Decision
 from moebook.settings import Count, Seed, checked
 
 # What a layer's scores may sum to: they are rounded, some to two places.
@@ -157,12 +158,24 @@ def measure(
     sums: dict[int, Tensor] = {}
     for batch in batches:
         for layer, seen in decisions(model, batch).items():
-            with located(f"layer {layer}"):
-                gates = seen.gates()
             experts = seen.logits.shape[-1]
-            of_batch = tally(seen.ids, gates, experts, seen.mask)
+            of_batch = tally(seen.ids, _gates(layer, seen), experts, seen.mask)
             sums[layer] = sums.get(layer, 0) + of_batch
     return scored(sums, config.pooling)
+
+
+def check_gates(model: nn.Module) -> None:
+    """Refuse a model on meta whose routers have no gates that `measure` could read."""
+    # Many tokens: PhiMoE's weights are 1, as gates might be, unless two experts are nearly alike.
+    batch = {"input_ids": torch.zeros(32, 8, dtype=torch.long)}
+    for layer, seen in decisions(model, batch).items():
+        _gates(layer, seen)
+
+
+def _gates(layer: int, seen: Decision) -> Tensor:
+    """Return a layer's gates ``[B, T, K]``, or say in which layer there are none."""
+    with located(f"layer {layer}"):
+        return seen.gates()
 
 
 def scored(sums: Mapping[int, Tensor], pooling: Pooling) -> Scores:

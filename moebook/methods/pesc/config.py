@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
@@ -101,6 +103,10 @@ HumanEval and MBPP run what the model wrote, in a sandbox (`evaluation.code`). M
 """
 
 
+HUB = re.compile(r"\w[\w.-]*/[\w.-]+@\w+")  # org/name@commit
+SIZE = re.compile("(?<![0-9])(13|34)b(?![a-z0-9])")  # no part of 113b or of 34bit
+
+
 @checked
 def reading(name: str) -> dict[str, Any]:
     """Return how a preset reads what the paper leaves open: start, dropout, scales, balance loss.
@@ -113,8 +119,14 @@ def reading(name: str) -> dict[str, Any]:
 
 @checked
 def root(base: str, mix: str) -> str:
-    """Name a run's values by base and mixture (Table 2): ``pesc``, ``pesc/34b/pro`` (IDAE-720K)."""
-    # Without the commit, whose digits may read 13b or 34b, too.
-    name = base.partition("@")[0].lower()
-    size = next((f"/{size}" for size in ("13b", "34b") if size in name), "")
+    """Name a run's values by base and mixture (Table 2): ``pesc``, ``pesc/34b/pro`` (IDAE-720K).
+
+    A folder's last part tells the base's size; folders above it may be named after anything.
+    """
+    name = base
+    if HUB.fullmatch(base):
+        # Without the commit, whose digits may read 13b or 34b, too.
+        name = base.partition("@")[0]
+    found = SIZE.search(PurePath(name).name.lower())
+    size = f"/{found[0]}" if found else ""
     return "pesc" + size + ("/pro" if mix == "idae-720k" else "")

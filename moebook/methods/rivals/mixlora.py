@@ -219,6 +219,9 @@ def penalty(config: Config) -> Penalty:
 
     def balance(model: nn.Module) -> Tensor:
         routers = mnn.routers(model)
+        if not routers:
+            missing = "the model has no experts of MixLoRA"
+            refuse("E-MODEL", f"no routers to balance: {missing}; attach them first")
         if config.balance == "pooled":
             return weight * _pooled(routers)
         # `mnn.balance` adds up the routers' terms; their mean is taken.

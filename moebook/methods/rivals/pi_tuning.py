@@ -29,9 +29,8 @@ from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Data, Rows, Tuned
 from moebook.methods.rocket.bank import Bank, check
 from moebook.methods.rocket.loras import Lora, attached
-from moebook.models.anatomy import longest
 from moebook.nn import evaluating
-from moebook.nn.batch import vocabulary
+from moebook.nn.batch import longest, vocabulary
 from moebook.settings import Count, Positive, Presets, checked, settings
 from moebook.training.batches import Batches
 

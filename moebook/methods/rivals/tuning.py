@@ -68,9 +68,10 @@ class Data:
     @property
     def rows(self) -> Rows:
         """D_K and D_A, which are trained on."""
-        return datasets.concatenate_datasets(
-            [self.shots, *([self.chosen] if self.chosen else [])]
-        )
+        parts = [self.shots]
+        if self.chosen:
+            parts.append(self.chosen)
+        return datasets.concatenate_datasets(parts)
 
     def first(self, shots: int) -> Rows:
         """Return so many of the K shots."""

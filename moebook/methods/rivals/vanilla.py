@@ -39,11 +39,11 @@ class Config(Presets):
     tune: bool = True
 
     def __post_init__(self) -> None:
-        if (self.choose == "named") != (self.named is not None):
-            refuse(
-                "E-USAGE",
-                f"choose is '{self.choose}', named is {self.named!r}: give both",
-            )
+        given = f"choose is '{self.choose}', named is {self.named!r}"
+        if self.choose == "named" and self.named is None:
+            refuse("E-USAGE", f"{given}: name a LoRA of the bank")
+        if self.choose != "named" and self.named is not None:
+            refuse("E-USAGE", f"{given}: leave named out, or choose='named'")
 
     # Four rows of Table 1, and two that choose by D_K where Source Best saw TEST rows.
     PRESETS: ClassVar = {

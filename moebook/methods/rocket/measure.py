@@ -190,6 +190,9 @@ def split_cases(experts: np.ndarray, mixture: np.ndarray) -> dict[str, float]:
     answers = {"experts": (np.asarray(experts), "N S", "real")}
     answers["mixture"] = (np.asarray(mixture), "S", "real")
     shapes("split_cases", answers, empty="")
+    for name, (values, *_) in answers.items():
+        if not np.isin(values, (0, 1)).all():
+            refuse("E-RANGE", f"{name} holds other values than 0 (wrong) and 1 (right)")
     right = np.asarray(experts, dtype=bool)  # [N, S]
     whole = np.asarray(mixture, dtype=bool)  # [S]
     every = right.all(axis=0)  # [S]

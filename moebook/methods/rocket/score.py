@@ -37,9 +37,10 @@ from moebook.kernels.matmul import product
 from moebook.methods.rocket.bank import SETS
 from moebook.methods.rocket.config import Count
 from moebook.methods.rocket.loras import Lora, attached, check_alike, check_mixable
-from moebook.models.anatomy import Anatomy, anatomy, longest
+from moebook.models.anatomy import Anatomy, anatomy
 from moebook.models.conventions import keeps_cache
 from moebook.nn import evaluating
+from moebook.nn.batch import longest
 from moebook.runtime import progress
 from moebook.settings import checked
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from moebook import __version__
-from moebook.errors import refuse
+from moebook.errors import refuse, saving
 from moebook.methods.upcycling.apply import Origin
 from moebook.methods.upcycling.config import Config
 from moebook.models import checkpoint
@@ -85,7 +85,8 @@ def export(
         refuse("E-FORM", "; ".join(reasons))
     twin = _twin(model, fitting[0], source.config)
     _compare(model, twin)
-    with checkpoint.building(target, base=source.base, version=__version__) as stage:
+    facts = {"base": source.base, "version": __version__}
+    with saving(folder), checkpoint.building(target, **facts) as stage:
         twin.save_pretrained(stage)
         if tokenizer is not None:
             # Chat templates stay in the configuration: a sealed folder is flat.

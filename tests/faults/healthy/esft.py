@@ -4,7 +4,7 @@ import json
 import math
 import tempfile
 from functools import cache
-from itertools import chain, combinations
+from itertools import chain, combinations, permutations
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +52,12 @@ def whole(scores):
 
 def selection():
     return esft.Selection(experts={0: (1, 3), 1: (0,)})
+
+
+MISFITS = {
+    "experts": esft.Selection(experts={0: (4,), 1: (0,)}),
+    "layers": esft.Selection(experts={0: (1,)}),
+}
 
 
 def specialised():
@@ -165,6 +171,27 @@ def true_partition(cooccurrence, size):
         groups.append(best)
         left = [e for e in left if e not in best]
     return tuple(groups)
+
+
+def true_counts(selections):
+    """How many experts of each layer, by layer; nothing of no selection."""
+    chosen = [picked.experts for picked in selections.values()]
+    layers = sorted({layer for experts in chosen for layer in experts})
+    return pd.DataFrame(
+        {layer: [len(experts[layer]) for experts in chosen] for layer in layers}
+    )
+
+
+def true_similarity(cooccurrence):
+    """The cosines of rows two by two; an unused expert is like none."""
+    must(cooccurrence.shape == (E, E) and bool(cooccurrence.isfinite().all()))
+    rows = cooccurrence.double()
+    alike = torch.zeros(E, E).double()
+    for one, other in permutations(range(E), 2):
+        lengths = rows[one].norm() * rows[other].norm()
+        if lengths > 0:
+            alike[one, other] = rows[one] @ rows[other] / lengths * grouping.UNIT
+    return alike
 
 
 def true_cooccurrence(model, batches):
@@ -501,6 +528,7 @@ ROWS = {
         lambda: {"given": {"selection": selection()}},
         lambda given: logits(hosts.sparse()),
         settings=("given",),
+        more={"given": {kind: {"selection": bad} for kind, bad in MISFITS.items()}},
     ),
     "methods.esft.full": Row(
         lambda model: all(p.requires_grad for p in esft.full(model).parameters()),
@@ -553,7 +581,7 @@ ROWS = {
     "experiments.specialists.cost": Row(
         cost,
         lambda: {"train": hosts.rows(), "batch": 3, "lr": 1e-3},
-        fine={"train.length": EVERY, "batch": "huge", "train.input_ids": EVERY},
+        fine={"batch": "huge"},
         settings=("lr", "train"),
     ),
     "methods.esft.measure": Row(
@@ -623,7 +651,7 @@ ROWS = {
     "methods.esft.grouping.similarity": Row(
         grouping.similarity,
         lambda: {"cooccurrence": together()[0]},
-        settings=("cooccurrence",),
+        true_similarity,
     ),
     "methods.esft.group": Row(
         grouped,
@@ -642,10 +670,7 @@ ROWS = {
         lambda model, selection: logits(hosts.sparse()),
         settings=("selection",),
         more={
-            "selection": {
-                "experts": esft.Selection(experts={0: (4,), 1: (0,)}),
-                "layers": esft.Selection(experts={0: (1,)}),
-            },
+            "selection": MISFITS,
             "model": {"dense": hosts.host()},
         },
     ),
@@ -683,11 +708,6 @@ ROWS = {
     "methods.esft.round_trip": Row(
         round_trip, lambda: {"batch": hosts.seen()}, true_round_trip
     ),
-    "methods.esft.layers": Row(
-        lambda model: esft.layers(model)["routed experts"],
-        lambda: {"model": hosts.sparse()},
-        lambda model: np.array([E, E]),
-    ),
     "methods.esft.concentration": Row(
         esft.concentration, lambda: {"scores": scores()}, true_concentration
     ),
@@ -715,8 +735,7 @@ ROWS = {
     "methods.esft.counts": Row(
         esft.counts,
         lambda: {"selections": {("gate", "law"): selection()}},
-        settings=("selections",),
-        fine={"selections": "empty"},
+        true_counts,
     ),
     "methods.esft.spread": Row(esft.spread, lambda: {"shares": shares()}, true_spread),
     "methods.esft.by_arm": Row(

@@ -379,13 +379,6 @@ ROWS = {
     "nn.observe": Row(
         watched, lambda: {"model": hosts.sparse(), "batch": hosts.seen()}, true_watched
     ),
-    "nn.routers": Row(
-        lambda model: [r.layer for r in nn.routers(model)],
-        lambda: {"model": tnn.ModuleList(traced())},
-    ),
-    "nn.evaluating": Row(
-        lambda model: nn.evaluating(model).__enter__(), lambda: {"model": mlp()}
-    ),
     "nn.hooked": Row(
         lambda modules: nn.hooked(modules, print).__enter__(),
         lambda: {"modules": {"a": mlp()}},

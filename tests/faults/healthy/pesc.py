@@ -218,6 +218,7 @@ ROWS = {
         lambda: {"model": hosts.host(), "config": CONFIG},
         dense_logits,
         settings=("config",),
+        more={"config": CONFIGS},
     ),
     "methods.pesc.save": Row(
         saved_and_loaded,
@@ -232,11 +233,6 @@ ROWS = {
         lambda model, folder: logits(pesc.load(model, folder)),
         lambda: {"model": hosts.host(), "folder": saved()},
         lambda model, folder: logits(moved()) if folder == saved() else None,
-    ),
-    "methods.pesc.trained": Row(
-        lambda model: len(pesc.trained(model, CONFIG)),
-        lambda: {"model": moved()},
-        lambda model: 6,
     ),
     "methods.pesc.adapter_norm": Row(
         pesc.adapter_norm,
@@ -284,12 +280,6 @@ ROWS = {
         settings=("config", "host"),
         more={"host": {"unknown": "no such", "empty": "", "nul": "a\0b"}},
     ),
-    "methods.pesc.matched": Row(
-        lambda dense: pesc.matched(dense, LORA).lora_rank,
-        lambda: {"dense": hosts.host()},
-        lambda dense: 2 + round((256 + 64) / 224),
-    ),
-    "methods.pesc.printed_sizes": Row(pesc.printed_sizes, dict),
     "methods.pesc.cost": Row(
         cost,
         lambda: {"train": hosts.rows(), "inputs": hosts.seen(), "batch": 3, "lr": 1e-3},

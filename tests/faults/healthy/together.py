@@ -177,9 +177,4 @@ ROWS = {
         lambda: {"plain": hosts.rows(), "pad_id": 2},
         lambda plain, pad_id: 0 * true_nats(hosts.host(), plain, pad_id, 32),
     ),
-    "together.stored": Row(
-        lambda model, base: together.stored(model, base),
-        lambda: {"model": hosts.host(), "base": hosts.host()},
-        lambda model, base: 0,
-    ),
 }

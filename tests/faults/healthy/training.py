@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 
 from moebook import training
-from moebook.training import checkpoints
 from tests.faults.healthy import hosts
 from tests.faults.hostile import EVERY, Row
 
@@ -120,5 +119,4 @@ ROWS = {
             "batch[attention_mask]": "zero",
         },
     ),
-    "training.checkpoints.size": Row(checkpoints.size, lambda: {"model": hosts.host()}),
 }

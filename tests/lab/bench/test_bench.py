@@ -181,6 +181,42 @@ def test_a_step_has_the_products_that_the_plain_loop_does_and_its_gradients(
     assert not bench.errors(["pesc_step"], device="cpu")["right"].any()
 
 
+def test_a_gradient_that_is_no_number_is_wrong_wherever_it_stands(monkeypatch):
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(4)]
+
+    def graded():
+        for leaf in leaves:
+            leaf.grad = torch.ones(2)
+        leaves[1].grad[0] = math.nan
+
+    made = SimpleNamespace(contenders=[Contender("", graded)], leaves=leaves)
+    monkeypatch.setattr(running, "build", lambda *_, **__: made)
+    assert not bench.errors(["pesc_step"], device="cpu")["right"].any()
+
+
+@pytest.mark.parametrize("cotangent", [None, torch.ones(2)])
+def test_who_is_added_keeps_its_clock_and_ends_with_what_comes_after(cotangent):
+    x = torch.ones(2, requires_grad=True)
+    ended = []
+    made = Case(0, cotangent, [x])
+    made.add("host", lambda: 2 * x, host=True, after=lambda: ended.append(x.grad))
+    (contender,) = made.contenders
+    contender.run()
+    assert contender.host
+    assert len(ended) == 1
+    assert (ended[0] is None) == (cotangent is None)
+
+
+@pytest.mark.parametrize(("backward", "flops"), [(0, 6), (1, 12)])
+def test_a_frozen_ffn_has_products_backward_only_where_there_is_a_backward_pass(
+    backward, flops
+):
+    sizes = {"T": 16, "D": 8, "R": 4, "E": 4, "K": 2, "backward": backward}
+    alone = layers.routed_adapters(CPU, **sizes)
+    behind = layers.routed_adapters(CPU, **sizes, F=8)
+    assert behind.flops - alone.flops == flops * 16 * 8 * 8
+
+
 def test_a_refusal_is_a_result_and_a_peer_that_fails_is_absent_and_others_run(
     monkeypatch,
 ):

@@ -53,7 +53,7 @@ def pool(*effects, protocol="nano", tier="study", claim=CLAIM):
 
 def decided(claim, *pools):
     """The claim's row where every one of these pools decides at its scale."""
-    return row(claim, pools, [pool.protocol for pool in pools])
+    return row(claim, pools, {pool.protocol: () for pool in pools})
 
 
 def ruled(name, *effects):
@@ -100,7 +100,7 @@ def test_a_sentence_tells_the_claim_the_verdict_and_the_numbers_it_rests_on():
     for claim, one, told in zip(claims, ran, SENTENCES.splitlines(), strict=True):
         judged = decided(claim, one) if one else decided(claim)
         assert findings.said(judged) == told
-    two = row(CLAIM, [pool(*HOLDS), pool(*OPEN, protocol="smollm2")], ["nano"])
+    two = row(CLAIM, [pool(*HOLDS), pool(*OPEN, protocol="smollm2")], {"nano": ()})
     assert findings.said(two).endswith(
         "3 seeds). **Exploratory only** at 135 M: +0.3 points (95 % from −4.8 to +5.5 points; "
         "3 seeds); these runs could have seen 5.2 points or more."
@@ -290,7 +290,9 @@ def test_series_and_bands_take_the_seeds_that_have_every_name_and_refuse_other_s
     assert findings.series(TOY, ["toy/a/loss"]).tolist() == [[2], [3], [4]]
     assert findings.series(TOY, ["toy/b/loss", "toy/a/loss"]).tolist() == [[2, 2]]
     ran = Pool(
-        "toy", "nano", (measured(0, "sparse", "experts16", "experts4", "experts_all"),)
+        "toy",
+        "nano",
+        (measured(0, "sparse", "experts16", "experts4", "experts_all", "experts²"),),
     )
     sizes = findings.sizes(ran, "experts", (8, "sparse"))
     assert list(sizes.items()) == [(4, "experts4"), (8, "sparse"), (16, "experts16")]
@@ -578,7 +580,8 @@ def test_benchmarks_are_found_where_a_run_kept_its_base_as_a_folders_path(base):
     ("groups", "losses"),
     [
         ({"mmlu": ["mmlu_a", "mmlu_b"], "piqa": ["piqa"]}, [3.5, 3.0]),
-        ({"arc_easy": ["arc_easy"]}, [3.0, 3.0]),
+        ({"arc_easy": ["arc_easy"]}, [3.0]),
+        ({name: [name] for name in ("arc_challenge", "arc_easy")}, [3.0, 3.0, 3.0]),
         ({"ai2_arc": ["arc_challenge", "arc_easy"]}, [3.5]),
         (
             {"ai2_arc": ["arc_challenge", "arc_easy"], "arc_easy": ["arc_easy"]},

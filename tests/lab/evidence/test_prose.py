@@ -45,7 +45,7 @@ def pool(*gains, protocol="nano"):
 
 def evidence(*gains):
     mine = pool(*gains)
-    rows = [verdicts.row(CLAIM, [mine], ["nano"])]
+    rows = [verdicts.row(CLAIM, [mine], {"nano": ()})]
     return prose.Evidence({"pesc": {"nano": mine}}, rows)
 
 
@@ -113,7 +113,7 @@ def test_an_effect_without_one_task_is_the_mean_over_the_others():
         parts = ("pesc", "nano", "study", seed, tuple(values))
         runs.append(Run(*parts, settings=settings, manifest={}))
     mine = Pool("pesc", "nano", tuple(runs))
-    shown = prose.Evidence({}, [verdicts.row(CLAIM, [mine], ["nano"])])
+    shown = prose.Evidence({}, [verdicts.row(CLAIM, [mine], {"nano": ()})])
 
     def told(task):
         text = f"{{size of pesc.sparse-beats-dense at 1 M without {task}}}"
@@ -177,16 +177,16 @@ def test_seeds_that_are_asked_for_by_number_are_all_there_or_named():
 def test_what_is_computed_is_one_number_as_in_the_ledger_and_no_study_planned_it():
     """Its items and seeds, which differ here, give it no interval: it lies by its sign."""
     claim = replace(CLAIM, exact=True)
-    mine = pool(-1, 30)
+    mine = pool(-1, -3)
     row = verdicts.row(claim, [mine])
     page = "---\ngain: pesc.sparse-beats-dense at 1 M\n---\n"
     page += "{gain}, {up | down | open: gain}, {value of gain}, {status of gain}"
     shown = prose.Evidence({}, [row])
     said = prose.filled(page, shown, "book/found/pesc.md")
-    assert said == "−1.0 points, down, 49.0 %, exploratory"
+    assert said == "−2.0 points, down, 48.0 %, exploratory"
     (verdict,) = row.verdicts
     assert verdict.deciding.interval is None
-    assert verdict.deciding.effect == pytest.approx(-0.01)
+    assert verdict.deciding.effect == pytest.approx(-0.02)
     for aspect in ("least", "interval"):
         refused(
             f"E-PROSE: .*has no '{aspect}'",
@@ -202,7 +202,7 @@ def test_what_is_computed_is_one_number_as_in_the_ledger_and_no_study_planned_it
 )
 def test_a_claim_is_planned_where_its_runs_knew_it(claims, status):
     runs = [replace(run, manifest={"claims": claims}) for run in pool(9, 10, 11).runs]
-    row = verdicts.row(CLAIM, [Pool("pesc", "nano", tuple(runs))], ["nano"])
+    row = verdicts.row(CLAIM, [Pool("pesc", "nano", tuple(runs))], {"nano": ()})
     text = "{status of pesc.sparse-beats-dense at 1 M}"
     assert prose.filled(text, prose.Evidence({}, [row]), "a page") == status
 

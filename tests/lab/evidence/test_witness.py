@@ -468,9 +468,7 @@ def test_a_cell_before_begin_may_not_set_what_papermill_was_given(left):
     )
     started("steps = 9", steps=9)
     (note,) = [bundle[NOTE] for bundle in left if "parameters" in bundle.get(NOTE, {})]
-    assert note["parameters"]["steps"] == 9, (
-        "which the cells do not say: `compare` refuses it"
-    )
+    assert note["parameters"]["steps"] == 9, "the value at `begin` is noted"
 
 
 CASES = {

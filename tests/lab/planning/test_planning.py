@@ -113,6 +113,23 @@ def test_a_host_that_cannot_be_planned_is_refused(kind, message, tmp_path):
         assert method != methods.full() or re.search(message, str(refusal))
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("phimoe", "layer 0: the router's weights are neither shares .*: no gates"),
+        ("llama4_text", "Llama4Router does not return"),
+    ],
+)
+def test_experts_that_esft_cannot_score_are_refused_in_its_plan_too(
+    kind, message, tmp_path
+):
+    of_family(kind).config.save_pretrained(tmp_path)
+    host = str(tmp_path)
+    scored = training(host, methods.esft(0.25))
+    refused(f"E-MODEL: {message}", plan, scored, machine("a100"))
+    assert plan(training(host), machine("a100")).tokens  # whose experts nobody scores
+
+
 def arm(name, host="lora"):
     """An arm of PESC's notebook, with the settings of LORA."""
     sizes = {"experts": 4, "top_k": 2, "adapter_width": 8, "adapter_scale": 1.0}

@@ -224,6 +224,22 @@ def test_a_price_is_filled_where_no_lower_loss_costs_as_little():
     assert left.get_xscale() == right.get_xscale() == "log"
 
 
+@pytest.mark.parametrize(
+    ("losses", "prices", "on_front"),
+    [
+        ([1.0, 1.0, 1.0], [2.0, 3.0, 3.0], [True, True, True]),
+        ([1.0, 1.0, 1.0], [3.0, 3.0, 2.0], [True, True, True]),
+        ([1.0, 2.0, 3.0], [3.0, 3.0, 2.0], [True, False, True]),
+    ],
+)
+def test_of_equal_losses_every_price_is_filled_of_equal_prices_the_lowest_loss(
+    losses, prices, on_front
+):
+    table = pd.DataFrame({"loss": losses, "price": prices}, index=[*"abc"])
+    _, right = plotting.prices(table, title="Paid").axes
+    assert filled(right.lines) == on_front
+
+
 def test_every_effect_lies_at_its_value_with_its_interval_and_its_series_look():
     figure = plotting.forest(EFFECTS, xlabel="effect", title="Found")
     points, nats = figure.axes
@@ -385,6 +401,14 @@ REFUSALS = [
     (
         partial(plotting.forest, EFFECTS.drop(columns="low"), xlabel=""),
         r"E-KEYS: .* \['low'\]",
+    ),
+    *(
+        (
+            partial(plotting.forest, EFFECTS.assign(**{name: names}), xlabel=""),
+            f"E-DATA: forest: a row has no {name}; name it",
+        )
+        for name in ("panel", "line", "series")
+        for names in (None, ["a", None, "b", "b"])
     ),
     (partial(heatmap, {}), "E-DATA: no panels"),
     (partial(heatmap, {"p": CLOUD}), r"E-SHAPE: heatmap: panel 'p' is \(2, 2\)"),

@@ -349,6 +349,18 @@ def test_pools_are_read_smallest_scale_first_and_a_run_must_lie_in_its_folder(tm
     )
 
 
+def test_of_a_page_the_first_run_in_order_is_shown_which_must_be_its_notebooks(
+    tmp_path,
+):
+    place = tmp_path / "book" / "notebooks"
+    for number in (3, 1, 2):
+        records.write_run(place / f"0{number}_toy.parquet", replace(ONE, seed=number))
+    assert list(store.live("toy", tmp_path).seeds) == [1]
+    records.write_run(place / "01_toy.parquet", replace(ONE, notebook="other"))
+    words = r"E-POOL: .*01_toy\.parquet is a run of other at nano; run: make book"
+    refused(words, store.live, "toy", tmp_path)
+
+
 ROOT = Path(storage.__file__).parents[2]
 TABLE = ROOT / "moebook" / "lab" / "records" / "notebooks.csv"
 MOVED = [

@@ -617,6 +617,23 @@ def test_a_notebook_without_claims_or_without_a_run_of_the_book_is_compared_by_w
 
 
 @pytest.mark.parametrize(
+    ("mine", "theirs", "line"),
+    [
+        (2.4, (1.5, 1.75), "yours 2.4 | book's 1.625 count"),
+        (2.0, (1.5, 1.75), "yours 2 | book's 1.625 count"),
+        (1_234_567.5, (1_234_567.0,), "yours 1,234,568 | book's 1,234,567 count"),
+    ],
+)
+def test_a_count_that_is_not_whole_keeps_its_digits(empty, mine, theirs, line):
+    name = "bases/experts"
+    for seed, number in enumerate(theirs):
+        run = Run("bases", "nano", "study", seed, (Value(name, number, "count"),))
+        records.write_run(empty / "results" / "bases" / "nano" / f"{seed}.parquet", run)
+    path = reader(empty, (Value(name, mine, "count"),))
+    assert compare(path, empty).splitlines()[-1] == f"{name}: {line}"
+
+
+@pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         (

@@ -12,6 +12,7 @@ from moebook import lists
 from moebook.intervals import sees
 from moebook.lab.evidence import heads
 from moebook.lab.records import Run, Value, write_run
+from moebook.lab.run import sources
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -152,6 +153,48 @@ def test_a_pool_says_how_many_seeds_it_lacks_and_what_came_later(project):
     assert "Found" not in said
     assert said["Seeds added later"] == "6"
     assert said["Arms added later"] == "random, upcycled"
+
+
+def test_a_head_behind_a_byte_order_mark_is_read(project):
+    before = facts(project)
+    (project / PATH).write_bytes(b"\xef\xbb\xbf" + HEAD.encode())
+    assert facts(project) == before
+    notebook = sources.find(project, "pesc")
+    assert len(notebook.decides("mine")) == 2
+    assert sources.running(notebook, project) == {"mine"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (
+            "Decides: pesc.sparse-beats-dense",
+            "Decides:pesc.x",
+            ":10: expected a space behind 'Decides:'",
+        ),
+        ("Seeds: 0-3\n", "Seeds:\n", ":8: expected a space behind 'Seeds:'"),
+        ("Seeds: 0-3\n", "Seeds:\t0-3\n", ":8: expected a space behind 'Seeds:'"),
+        (
+            "#\n# Primary",
+            "\n# Primary",
+            ":6: 'Primary measure:' is not in",
+        ),
+        ("# A study", "\n# A study", ":7: 'Primary measure:' is not in"),
+        ("tier: study\n", "tier: study\n  # Seeds: 4\n", ":15: 'Seeds:' is not in"),
+    ],
+)
+def test_a_fact_that_would_not_be_read_as_one_is_refused_at_its_line(
+    project, old, new, told
+):
+    assert old in HEAD
+    (project / PATH).write_text(HEAD.replace(old, new, 1))
+    refused(f"E-CONFIG: {PATH}{told}", heads.read, project)
+
+
+def test_a_head_that_is_no_text_is_refused(project):
+    (project / PATH).write_bytes(HEAD.replace("A study", "\xe9").encode("latin-1"))
+    told = f"E-CONFIG: {PATH}: not UTF-8 at byte 2"
+    refused(told, sources.find(project, "pesc").decides, "mine")
 
 
 def test_a_pool_that_stopped_early_says_why(project):

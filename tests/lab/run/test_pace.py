@@ -105,7 +105,7 @@ def test_the_pace_is_measured_in_the_time_that_is_given_and_draws_nothing(monkey
     monkeypatch.setattr(pace.time, "perf_counter", lambda: next(ticks) / 100)
     states = torch.random.get_rng_state(), np.random.get_state()[1].copy()
     # The clock is read once, then before each step: a hundredth of a second a step.
-    assert pace.pace(0.2) == pytest.approx(100, rel=0.06)
+    assert pace.pace(0.205) == pytest.approx(20 / 0.21), "by the time spent"
     assert pace.pace(0.6) == pytest.approx(100, rel=0.02), "a rate, whatever the time"
     assert torch.equal(torch.random.get_rng_state(), states[0])
     assert (np.random.get_state()[1] == states[1]).all()
@@ -161,8 +161,9 @@ def quiet(fresh, monkeypatch):
     """A project in git, on a machine where nothing else is at work; its commands are short."""
     run = Run("toy", "smoke", "smoke", 0, (), manifest={"cpu_seconds": 3.0})
     write_run(fresh / "book" / "notebooks" / "01_toy.parquet", run)
-    # It succeeds only in the folder that PYTHONPATH names.
-    storage.write(fresh / "place.sh", 'test "$PYTHONPATH" -ef .')
+    # It succeeds only in the folder that PYTHONPATH names, and only in a clone.
+    place = f'test "$PYTHONPATH" -ef . && ! test . -ef "{fresh}"'
+    storage.write(fresh / "place.sh", place)
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
     for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "toy")):
         subprocess.run(["git", *words], cwd=fresh, check=True)
@@ -187,7 +188,7 @@ def test_commands_are_measured_in_clones_and_another_releases_times_are_dropped(
     measured = record["commands"]["smoke"]
     assert 0.2 <= measured["wall"] < 60
     assert sorted(measured["walls"])[1] == measured["wall"], "the median of three"
-    assert measured["cpu"] < measured["wall"]
+    assert 0 < measured["cpu"] < measured["wall"]
     assert measured["commit"] == storage.commit(quiet)
     assert record["notebooks"] == {"smoke": {"toy": 3.0}}
     refused("E-TIMES: false ended with status 1", times.main, ["soak"], quiet)
@@ -198,3 +199,34 @@ def test_beside_other_programs_nothing_is_measured(quiet, monkeypatch):
     monkeypatch.setattr(times.os, "getloadavg", lambda: (0.4, 0.0, 0.0))
     refused("E-TIMES: 0.4 programs are at work here", times.main, ["test"], quiet)
     assert pace.times(quiet) == {}
+
+
+def test_times_of_another_machine_are_dropped_and_a_pace_comes_with_its_notebooks(
+    quiet,
+):
+    known = {"version": moebook.__version__, "machine": times.machine()}
+    old = RECORD | known | {"commands": {"book": {"wall": 1.0}}}
+    file = quiet / "results" / pace.RECORD
+    storage.write(file, json.dumps(old))
+    times.main(["test"], quiet)
+    record = pace.times(quiet)
+    assert record["commands"].keys() == {"book", "test"}
+    assert record["notebooks"] == RECORD["notebooks"]
+    assert record["pace"] == RECORD["pace"]
+    storage.write(file, json.dumps(old | {"machine": {"cpu": "another"}}))
+    times.main(["test"], quiet)
+    record = pace.times(quiet)
+    assert record["commands"].keys() == {"test"}
+    assert record["notebooks"] == {}
+    assert "pace" not in record
+
+
+def test_of_a_notebook_the_median_of_three_runs_is_kept(quiet, monkeypatch):
+    seconds = iter((5.0, 3.0, 9.0))
+
+    def measured(*_):
+        return {"wall": 1.0, "cpu": 1.0, "notebooks": {"toy": next(seconds)}}
+
+    monkeypatch.setattr(times, "measure", measured)
+    times.main(["smoke"], quiet)
+    assert pace.times(quiet)["notebooks"] == {"smoke": {"toy": 5.0}}

@@ -321,6 +321,20 @@ def test_an_interrupted_run_leaves_nothing(fresh, light, number, code):
     assert _files(fresh) == before
 
 
+@pytest.mark.parametrize("ids", [("cell-1", None, "cell-1"), ("x", "x", "cell-2", "x")])
+def test_a_cell_without_an_id_of_its_own_gets_one_that_is_free(tmp_path, ids):
+    source = tmp_path / "01_x.ipynb"
+    cells = [{"cell_type": "code", "source": "", "id": one} for one in ids]
+    for cell in cells:
+        if cell["id"] is None:
+            del cell["id"]
+    content = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}
+    source.write_text(json.dumps(content))
+    made = [cell["id"] for cell in runner._executable(source)["cells"]]
+    assert made[0] == ids[0]
+    assert len({*made}) == len(ids), made
+
+
 def test_seconds_that_an_earlier_attempt_found_done_are_not_counted_again(fresh):
     request = runner.Request(sources.find(fresh, "toy"), "smoke", fresh)
     training = request.resume / "of-the-rows"
@@ -480,6 +494,21 @@ def test_verify_reads_withdrawn_runs_that_no_pool_counts(book):
     apart.write_bytes(apart.read_bytes() + b" ")
     (failed,) = (str(finding) for finding in verify(None, book) if finding.failures)
     assert "results/withdrawn/toy/old: 0.parquet was altered" in failed
+
+
+def test_verify_refuses_a_withdrawn_pool_without_any_run(tmp_path):
+    (tmp_path / "results" / "withdrawn" / "toy" / "old").mkdir(parents=True)
+    told = "FAILS results/withdrawn/toy/old: it holds no run"
+    assert [*map(str, verify(None, tmp_path))] == [told]
+
+
+def test_verify_takes_folders_alone_for_loras(tmp_path):
+    bank = ROOT / "results" / "banks" / "own_starts"
+    lora = next(path for path in sorted(bank.iterdir()) if path.is_dir())
+    shutil.copytree(lora, tmp_path / "results" / "banks" / "own" / lora.name)
+    storage.write(tmp_path / "results" / "banks" / "own" / "README.md", "A bank.")
+    told = "ok    results/banks/own: the seals of 1 LoRAs agree"
+    assert [*map(str, verify("banks", tmp_path))] == [told]
 
 
 def _dated(path):

@@ -21,7 +21,7 @@ from moebook import cli, lists, storage
 from moebook.errors import Refusal
 from moebook.lab import records
 from moebook.lab.records import Run, store
-from moebook.lab.run import study
+from moebook.lab.run import children, study
 from moebook.lab.run.study import Job, side_by_side
 from tests.refusals import refused
 
@@ -213,6 +213,26 @@ def test_what_ended_a_run_is_told_in_one_line(tmp_path, monkeypatch, code, told)
     assert re.match(told, str(outcome)), outcome
 
 
+@pytest.mark.timeout(60)
+def test_a_child_may_say_more_than_a_pipe_holds_on_both_of_them(tmp_path):
+    code = "import sys; print('x' * 200_000); sys.stderr.write('y' * 200_000)"
+    with children.lifeline() as (waiting, _):
+        lines = children.run(code, folder=tmp_path, waiting=waiting)
+    assert lines == ["x" * 200_000]
+
+
+def test_a_child_may_write_bytes_that_are_no_text(tmp_path):
+    code = (
+        "import os, sys; os.write(1, b'\\xff!\\n'); os.write(2, b'\\xff?\\n'); "
+        "sys.exit(int(sys.argv[-1]))"
+    )
+    with children.lifeline() as (waiting, _):
+        given = {"folder": tmp_path, "waiting": waiting}
+        assert children.run(code, "0", **given) == ["\ufffd!"]
+        told = "E-RUN: it ended with status 3; its last lines: \ufffd\\?$"
+        refused(told, children.run, code, "3", **given)
+
+
 def test_an_interrupt_ends_all_processes_and_starts_no_more(tmp_path, monkeypatch):
     waits = "import sys, time; 'long' in sys.argv[-1] and time.sleep(60); print('done')"
     monkeypatch.setattr(study, "CHILD", waits)
@@ -313,6 +333,9 @@ def test_a_failed_copy_is_named_where_it_lies_or_as_one_on_another_node(tmp_path
     assert line() == f"{place} on its node"
     storage.write(copy / place, "{}")
     assert line() == f"runs/frozen/abc/{place}"
+    refusal = Refusal("E-CELL", f"no runs/failed; the failed copy is {place}")
+    told, _ = study._take_in(refusal, copy, tmp_path)
+    assert told == f"failed: E-CELL: no runs/failed; the failed copy is {line()}"
 
 
 def test_a_study_says_that_banks_and_settings_of_the_book_are_those_of_the_commit(
@@ -331,6 +354,57 @@ def test_a_study_says_that_banks_and_settings_of_the_book_are_those_of_the_commi
         assert warned == "uncommitted changes are not part of this study\n", name
         assert (copy / name).read_text() == "1"
         (tmp_path / name).write_text("1")
+
+
+def _commit_a_module(folder):
+    """A project of one module and one bank, in git."""
+    storage.write(folder / "moebook" / "a.py", "x = 1\n")
+    storage.write(folder / "results" / "banks" / "own.json", "1")
+    return commit(folder)
+
+
+TOUCHED = {
+    "edited": lambda copy: storage.write(copy / "moebook" / "a.py", "x = 2\n"),
+    "gone": lambda copy: (copy / "results" / "banks" / "own.json").unlink(),
+    "new": lambda copy: storage.write(copy / "notebooks" / "x.yaml", "tier: cpu\n"),
+    "of an older version": lambda copy: (copy / study.SEAL).unlink(),
+    "empty": lambda copy: (shutil.rmtree(copy), copy.mkdir()),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHED.values(), ids=TOUCHED)
+def test_a_frozen_copy_that_is_not_as_it_was_exported_is_refused(tmp_path, touch):
+    copy = study.freeze(_commit_a_module(tmp_path))
+    touch(copy)
+    refused(f"E-HASH: {copy} is not as .* delete it", study.freeze, tmp_path)
+    if (copy / storage.files.FROZEN).is_file():
+        refused(f"E-HASH: {copy} is not as .* delete it", study.freeze, copy)
+    shutil.rmtree(copy)
+    assert (study.freeze(tmp_path) / "moebook" / "a.py").read_text() == "x = 1\n"
+
+
+def test_what_runs_leave_in_a_frozen_copy_does_not_touch_it(tmp_path):
+    copy = study.freeze(_commit_a_module(tmp_path))
+    for name in (
+        "moebook/__pycache__/a.cpython-313.pyc",
+        "moebook/__pycache__/a.cpython-313.pyc.140",
+        "notebooks/.ipynb_checkpoints/x.ipynb",
+        "results/banks/nano/3.parquet",
+        "results/toy/nano/0.parquet",
+        "results/SHA256SUMS",
+        "runs/failed/x.ipynb",
+    ):
+        storage.write(copy / name, "left")
+    assert study.freeze(tmp_path) == study.freeze(copy) == copy
+
+
+def test_a_frozen_copy_holds_what_the_commit_does_whatever_lies_there_now(tmp_path):
+    _commit_a_module(tmp_path)
+    shutil.rmtree(tmp_path / "results")
+    storage.write(tmp_path / "requirements.lock", "not committed")
+    copy = study.freeze(tmp_path)
+    assert (copy / "results" / "banks" / "own.json").read_text() == "1"
+    assert not (copy / "requirements.lock").exists()
 
 
 def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(

@@ -114,6 +114,8 @@ def test_the_chosen_lora_is_the_one_named_drawn_or_best_on_the_shots(
         vanilla.tuned(model, bank, data, vanilla.Config(choose="named", named="bb"))
     with pytest.raises(Refusal, match="E-USAGE: choose is 'named', named is None"):
         vanilla.Config.preset("source_best")
+    with pytest.raises(Refusal, match="leave named out, or choose='named'"):
+        vanilla.Config(choose="random", named="b")
     with pytest.raises(
         Refusal, match="E-CHOICE: coefficients by validation are of 2 LoRAs"
     ):

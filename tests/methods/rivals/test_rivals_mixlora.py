@@ -179,6 +179,12 @@ def test_the_balance_loss_is_mixtrals_a_layer_or_over_all(
     assert least == pytest.approx(config.top_k)
 
 
+@pytest.mark.parametrize("balance", ["layer", "pooled"])
+def test_a_model_without_routers_has_no_balance(balance, model):
+    config = mixlora.Config(**SMALL, balance=balance)
+    refused("E-MODEL: no routers to balance", mixlora.penalty(config), model)
+
+
 def test_layers_that_each_use_half_look_balanced_when_pooled(base, batch, mixed):
     result = mixed(base())
     result.model(**batch)

@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import lm_eval.tasks
 import pytest
@@ -218,12 +219,42 @@ def test_the_first_steps_of_a_shipped_lora_repeat(nano, monkeypatch):
         assert lora.provenance["losses"] == pytest.approx(losses, rel=1e-3)
 
 
-@pytest.mark.parametrize(("recipe", "epochs"), [(bank.RECIPE, 6), ({}, 3)])
-def test_a_lora_is_trained_by_the_recipe_or_by_table_12(recipe, epochs, nano):
+SHAPE = {
+    "rank": 16,
+    "alpha": 16.0,
+    "targets": ["q_proj", "v_proj"],
+    "dropout": 0.05,
+    "format": "camel",
+    "max_length": 1024,
+}
+PAPER = {"epochs": 3, "lr": 5e-5, "schedule": "cosine", "weight_decay": 1e-4}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {},
+        bank.RECIPE,
+        {"rank": 3, "alpha": 6.0, "targets": ["o_proj"], "dropout": 0.2, "lr": 1e-3},
+    ],
+)
+def test_a_lora_is_trained_by_the_recipe_or_by_table_12(recipe, nano, monkeypatch):
+    fit = Mock(wraps=bank.training.fit)
+    monkeypatch.setattr(bank.training, "fit", fit)
     sets = {name: tasks.rows(name, "train", 3, 0) for name in ("sums", "gcd")}
-    for lora in bank.train(*nano, sets, **{**recipe, "seed": 5, "batch": 4}).values():
-        assert len(lora.provenance["losses"]) == epochs
-        assert lora.provenance["training"]["seed"] == 5
+    own = {"seed": 5, "batch": 4}
+    wanted = SHAPE | PAPER | recipe | own
+    trained = bank.train(*nano, sets, **recipe | own)
+    for lora, call in zip(trained.values(), fit.call_args_list, strict=True):
+        assert lora.provenance["training"] == wanted
+        assert len(lora.provenance["losses"]) == wanted["epochs"]
+        assert (lora.rank, lora.alpha) == (wanted["rank"], wanted["alpha"])
+        targets = {path.rpartition(".")[2] for path in lora.down}
+        assert targets == set(wanted["targets"])
+        assert {len(down) for down in lora.down.values()} == {wanted["rank"]}
+        assert call.args[0].peft_config["default"].lora_dropout == wanted["dropout"]
+        given = {key: call.kwargs[key] for key in (*PAPER, *own)}
+        assert given == {key: wanted[key] for key in given}
 
 
 RAW = [

@@ -341,6 +341,11 @@ def test_an_average_is_over_targets_and_mixed_cases_are_those_that_divide_the_ex
     assert agreed["all right"] == 1
     assert math.isnan(agreed["mixture"])
     assert math.isnan(agreed["best expert"])
+    for odd in (0.5, np.nan):
+        words = "E-RANGE: {} holds other values than 0 .wrong. and 1 .right."
+        split = measure.split_cases
+        refused(words.format("experts"), split, [[1, odd]], [0, 1])
+        refused(words.format("mixture"), split, [[1, 0]], [0, odd])
 
 
 BOOK = sources.find(Path(__file__).parents[3], "rocket")
