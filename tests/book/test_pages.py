@@ -402,9 +402,9 @@ def test_the_figures_of_the_fault_tests_come_from_their_record_alone(tmp_path):
         for kind, n, lost in (("all", 7, 1), ("a", 4, 0), ("b", 3, 1))
     )
     run = "(MOEBOOK_FAULTS=10, 60 s, 2026-01-02, commit abcdef0 with changes)"
-    for fact in (run, *cells, "This record lacks: Changed files."):
+    for fact in (run, *cells, "tests run with every push: Changed files."):
         assert fact in page
-    assert "lacks: Killed" not in page
+    assert "push: Killed" not in page
     write(tmp_path / "results" / "faults.json", json.dumps({"kills": {}}))
     refused(r"faults.json does not hold what is read", pages.tested, tmp_path)
 
