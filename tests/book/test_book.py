@@ -150,7 +150,9 @@ def _write(path, content):
 
 
 def _page(site, name):
-    return (site / f"{name}.html").read_text(encoding="utf-8")
+    """A page's HTML, in which a space is a space, whether or not a line may end there."""
+    text = (site / f"{name}.html").read_text(encoding="utf-8")
+    return text.replace("\u00a0", " ")
 
 
 @pytest.fixture
