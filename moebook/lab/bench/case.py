@@ -50,7 +50,11 @@ def expert_step(slots: int, trained: int, width: int, expert: int) -> list[Produ
     S = T K ``slots``, p S of them ``trained`` with weight gradients; D ``width``, F
     ``expert``.
     """
-    return [Product(slots, width, expert, 6), Product(trained, width, expert, 3)]
+    # Three matrices (gate, up, down), each forward and backward to what went in.
+    passes = Product(slots, width, expert, times=3 * 2)
+    # Once more for a matrix's own gradient.
+    weight_gradients = Product(trained, width, expert, times=3)
+    return [passes, weight_gradients]
 
 
 def dense(

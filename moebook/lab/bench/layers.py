@@ -81,10 +81,12 @@ def _inputs(
 ) -> Inputs:
     """Draw tokens, their routing and a bank, from one seed."""
     torch.manual_seed(0)
-    x = torch.randn(T, D, device=device, dtype=dtype, requires_grad=True)
+    here = {"device": device, "dtype": dtype}
+    x = torch.randn(T, D, **here, requires_grad=True)
     routing = route(torch.randn(T, E, device=device), K)
-    gate_up = torch.randn(E, 2 * F, D, device=device, dtype=dtype).mul_(D**-0.5)
-    down = torch.randn(E, D, F, device=device, dtype=dtype).mul_(F**-0.5)
+    # Weights over the root of their inputs, so that what comes out is as large as what went in.
+    gate_up = torch.randn(E, 2 * F, D, **here).mul_(D**-0.5)
+    down = torch.randn(E, D, F, **here).mul_(F**-0.5)
     return Inputs(x, routing, Bank(nn.Parameter(gate_up), nn.Parameter(down)))
 
 

@@ -286,9 +286,10 @@ def filled(text: str, evidence: Evidence, where: str) -> str:
         return evidence.effect(names.get(said, said), sentence)
 
     def written(match: re.Match[str]) -> str:
+        """Write a reading (``up | down: gain``), an effect (``gain``) or one of its aspects."""
         sentence = f"{where}: '{_sentence(body, match)}'"
-        readings, mark, said = match[1].rpartition(": ")
-        if mark:
+        readings, colon, said = match[1].rpartition(": ")
+        if colon:
             found = effect(said, sentence)
             return _reading(readings.split("|"), found, sentence)
         aspect = _ASPECT.fullmatch(match[1])

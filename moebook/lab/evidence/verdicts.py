@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -342,13 +341,10 @@ class Row:
         return next((one for one in self.verdicts if one.scale == scale), None)
 
 
-NOBODY: Mapping[str, Collection[int]] = MappingProxyType({})
-
-
 def row(
     claim: Claim,
     pools: Iterable[Pool],
-    deciders: Mapping[str, Collection[int]] = NOBODY,
+    deciders: Mapping[str, Collection[int]] | None = None,
 ) -> Row:
     """Measure a claim in pools; those of the protocols ``deciders`` decide, one a scale.
 
@@ -364,7 +360,7 @@ def row(
             scales.setdefault(pool.scale, []).append(measured)
     verdicts = []
     for scale, every in sorted(scales.items(), key=lambda pair: store.size(pair[0])):
-        deciding = [one for one in every if _is_decided(one, deciders)]
+        deciding = [one for one in every if _may_decide(one, deciders or {})]
         if not deciding and all(one.exact for one in every):
             committed = [one for one in every if one.pool.protocol != LIVE]
             deciding = [max(committed or every, key=_day)]
@@ -379,7 +375,8 @@ def row(
     return Row(claim, tuple(verdicts))
 
 
-def _is_decided(measured: Measurement, deciders: Mapping[str, Collection[int]]) -> bool:
+def _may_decide(measured: Measurement, deciders: Mapping[str, Collection[int]]) -> bool:
+    """Whether its pool decides the claim, and all seeds that its head plans measured it."""
     planned = deciders.get(measured.pool.protocol)
     if planned is None:
         return False
