@@ -71,8 +71,8 @@ clean: ## Remove what `book` and `test` wrote (keeps .venv, runs/ and results/)
 # The stamp is named by what the locks and pyproject.toml hold, so that .venv is renewed when that changes.
 # With HASHES=1 only files that requirements.hashes.lock lists are installed.
 $(STAMP):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
-	  { echo "set-up: needs Python 3.11 or newer, '$(PYTHON) -V' says: $$($(PYTHON) -V 2>&1); name one with PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11, 5))' 2>/dev/null || \
+	  { echo "set-up: needs Python 3.11.5 or newer, as the locked versions do; '$(PYTHON) -V' says: $$($(PYTHON) -V 2>&1); name one with PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@echo "set-up: installing requirements.lock into .venv (a few minutes the first time)"
 	@rm -f .venv/installed-*
 	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv

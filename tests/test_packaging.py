@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -304,6 +305,23 @@ def test_an_old_python_is_refused_in_one_line(tmp_path):
     assert "3.11" in told[0]
     assert "Python 3.9.1" in told[0]
     assert not (tmp_path / ".venv").exists()
+
+
+def test_the_oldest_python_that_make_takes_can_install_all_that_is_locked():
+    """Debian 12 has 3.11.2, to which pip offers no locked soupsieve: it asks for 3.11.5."""
+    floor = re.search(r"version_info < \(([\d, ]+)\)", (ROOT / "Makefile").read_text())
+    oldest = Version(floor[1].replace(", ", "."))
+    locked = {**pins("requirements.lock"), **pins("requirements.nodeps.lock")}
+    wanted = {}
+    for distribution in metadata.distributions():
+        name = canonicalize_name(distribution.name)
+        python = distribution.metadata["Requires-Python"]
+        if name in locked and python:
+            wanted[name] = python
+    assert ">=3.11.5" in wanted["soupsieve"]
+    too_new = [name for name in wanted if oldest not in SpecifierSet(wanted[name])]
+    assert too_new == []
+    assert f"Python {oldest} to" in (ROOT / "README.md").read_text()
 
 
 def test_the_environment_is_stale_when_a_lock_changes(tmp_path):

@@ -209,6 +209,27 @@ def test_no_committed_verdict_rests_on_fewer_seeds_than_were_planned():
     assert crsu == {*range(10, 18)}
 
 
+def test_where_items_are_no_test_rows_the_page_names_the_verdicts_that_hang_on_them():
+    """What `how_to_read` says of intervals over seeds alone, from the committed runs."""
+    otherwise = {}
+    for judged in verdicts.ledger(ROOT, live=False):
+        for verdict in judged.decided:
+            measured = verdict.deciding
+            timed = judged.claim.value.endswith("/step_time")
+            of_rows = measured.pool.notebook != "routing" and not timed
+            if of_rows or measured.interval is None:
+                continue
+            by_seed = measured.effects.mean(axis=1, keepdims=True)
+            label = replace(measured, effects=by_seed).label
+            if label != measured.label:
+                otherwise[judged.claim.id, verdict.spoken] = label
+    assert otherwise == {
+        ("esft.routing-is-concentrated", "3 M"): "direction holds",
+        ("esft.middle-layers-need-fewer-experts", "3 M"): "direction fails",
+        ("pesc.costs-more-than-dense", "135 M"): "direction holds",
+    }
+
+
 def test_a_claim_says_nothing_where_what_it_presupposes_is_not_shown():
     claim = replace(DIRECTION, presupposes=("pesc/b/accuracy", "pesc/c/accuracy"))
     for third, label in (
