@@ -19,6 +19,7 @@ function filtered(table) {
   const rows = [...table.tBodies[0].rows];
   const bar = document.createElement("div");
   const count = document.createElement("output");
+  const box = table.closest(".moe-long");
   const fields = {};
   const asked = new URLSearchParams(location.search);
 
@@ -28,7 +29,8 @@ function filtered(table) {
       row.hidden = names.some((name) => !["all", ...told(row, name)].includes(fields[name].value));
       shown += !row.hidden;
     }
-    count.textContent = `${shown} of ${rows.length} shown`;
+    const more = box && box.scrollHeight > box.clientHeight + 1;
+    count.textContent = `${shown} of ${rows.length} shown${more ? "; scroll the table for more" : ""}`;
     table.dispatchEvent(new Event("filtered"));
   };
 

@@ -46,7 +46,7 @@ NOT_A_NUMBER = """[...document.querySelectorAll('td, svg text')].filter(
 ALONE = """[...document.querySelectorAll('figure:has(figcaption)')].filter(
   one => !one.querySelector('img, svg, table')
 ).length"""
-# Sections that do not print. The title prints on its own, and studies (h3) stay folded.
+# Sections that do not print. The title prints on its own, and studies stay folded.
 LOST = """[...document.querySelectorAll('.bd-article h2')].filter(
   one => !one.getClientRects().length
 ).length"""

@@ -1,12 +1,14 @@
 """The book renders without a warning, reads offline, and refuses copies that failed."""
 
 import base64
+import html
 import io
 import json
 import os
 import re
 import shutil
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import gate
 import matplotlib
@@ -245,6 +247,25 @@ def test_no_page_has_a_sentence_of_more_than_35_words(site):
             long[str(page.relative_to(site))] = [*sentences.long(told)]
     assert len(long) > 50
     assert {name: told for name, told in long.items() if told} == {}
+
+
+def test_every_link_within_the_book_leads_to_a_place_that_is_there(site):
+    places = {}  # of each page, what a link may name
+    links = set()
+    for page in site.rglob("*.html"):
+        if "_static" in page.parts:
+            continue
+        text = page.read_text(encoding="utf-8")
+        places[page] = {"", *re.findall(r'\sid="([^"]+)"', text)}
+        for link in map(html.unescape, re.findall(r'<a\s[^>]*?href="([^"]*)"', text)):
+            target = urlsplit(link)
+            if not target.scheme and not target.path.startswith("/"):
+                links.add((page, unquote(target.path), unquote(target.fragment)))
+    assert len(links) > 1000
+    for page, path, place in links:
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), (page.name, path)
+        assert place in places.get(target, {""}), (page.name, path, place)
 
 
 def test_a_warning_and_a_copy_with_an_error_or_without_its_run_are_refused(

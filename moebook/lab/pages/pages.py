@@ -75,7 +75,7 @@ def anchor(pool: Pool) -> str:
 
 def plan_anchor(notebook: str, protocol: str) -> str:
     """Name the design of a study, for links to it."""
-    return re.sub(r"\W+", "-", f"plan-{notebook}-{protocol}")
+    return re.sub(r"[\W_]+", "-", f"plan-{notebook}-{protocol}")
 
 
 def bound(claim: Claim) -> str:
