@@ -441,13 +441,14 @@ def _words(value: float, low: float, high: float) -> str:
         return f"{value:,.0f}"
     # Three digits would call it none.
     if 0 < abs(value) < 0.0005:
-        return f"{value:.0e}"
+        return records.minus(f"{value:.0e}")
     return _said(value)
 
 
 def _said(number: float) -> str:
     """Write a number; what rounds to zero has no sign."""
-    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:z.3f}"
+    text = f"{number:,.0f}" if abs(number) >= 1000 else f"{number:z.3f}"
+    return records.minus(text)
 
 
 def sizes(pool: Pool, kind: str, default: tuple[int, str]) -> dict[int, str]:

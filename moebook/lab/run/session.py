@@ -479,7 +479,7 @@ def table(facts: Any) -> str | None:
     if isinstance(facts, pd.DataFrame):
         # To pandas a time difference is an integer, too.
         counts = facts.select_dtypes("integer", exclude="timedelta")
-        return _html(facts, formatters=dict.fromkeys(counts, "{:,}".format))
+        return _html(facts, formatters=dict.fromkeys(counts, _count))
     lines = facts if isinstance(facts, (Mapping, pd.Series)) else vars(facts)
     if not len(lines):
         return None
@@ -487,9 +487,9 @@ def table(facts: Any) -> str | None:
         isinstance(line, Mapping) for line in lines.values()
     )
     if nested:
-        return _html(pd.DataFrame(lines).T, float_format=_number)
+        return _html(pd.DataFrame(lines).T)
     column = pd.Series(lines, dtype=object).to_frame("")
-    return _html(column, header=False, float_format=_number)
+    return _html(column, header=False)
 
 
 def _html(frame: pd.DataFrame, **how: Any) -> str:
@@ -503,7 +503,7 @@ def _html(frame: pd.DataFrame, **how: Any) -> str:
         if width is not None and pd.api.types.is_string_dtype(kind):
             cells = [_cut(cell, width) for cell in frame.iloc[:, place]]
             shown.isetitem(place, pd.Series(cells, frame.index, dtype=object))
-    html: str = shown.to_html(max_rows=rows, **how)
+    html: str = shown.to_html(max_rows=rows, float_format=_decimal, **how)
     return html
 
 
@@ -517,6 +517,15 @@ def _cut(cell: object, width: int) -> object:
 def _number(value: float) -> str:
     """Write four digits, which can be read at a glance, and all of a count's."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _decimal(value: float) -> str:
+    """Write a number of a table; alone it keeps its hyphen, as code that a reader may copy."""
+    return records.minus(_number(value))
+
+
+def _count(value: int) -> str:
+    return records.minus(f"{value:,}")
 
 
 def _note(**fact: Any) -> None:

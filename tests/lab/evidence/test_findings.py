@@ -232,7 +232,7 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
     text = findings.table(frame)
     assert list(text.columns) == ["loss", "again", "seeds"]
     assert text.seeds.tolist() == [3, 1]
-    assert text.loss["a"] == f"3.000 ({3 - half:.3f} to {3 + half:.3f})"
+    assert text.loss["a"] == f"3.000 (−{half - 3:.3f} to {half + 3:.3f})"
     frame = findings.arms(replace(TOY, runs=(lone,)), ["c"], names)
     assert findings.table(frame).loss["c"] == "2.000"
     assert (
@@ -244,7 +244,7 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
     )
     assert findings.table(frame.assign(value=0.0, low=0.0, high=0.0)).loss["c"] == "0"
     tiny = dict.fromkeys(("value", "low", "high"), 1.6e-6)
-    assert findings.table(frame.assign(**tiny)).loss["c"] == "2e-06"
+    assert findings.table(frame.assign(**tiny)).loss["c"] == "2e−06"
     assert findings.arms(TOY, ["d"], names).empty
     told = findings.runs({"nano": TOY})
     assert told.loc["nano", ["seeds", "runs", "arms"]].tolist() == ["0, 1, 4", 3, 2]
@@ -426,7 +426,7 @@ def test_a_change_is_over_the_seeds_that_have_both_and_arms_with_fewer_seeds_are
     assert (line.a[:5], line.b[:5], line.change[:6], line.seeds) == (
         "1.500",
         "1.250",
-        "-0.250",
+        "−0.250",
         2,
     )
     for absent in (["c"], []):

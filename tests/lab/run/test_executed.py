@@ -187,6 +187,10 @@ def test_floats_have_the_same_digits_alone_and_in_tables_and_no_facts_make_no_ta
             assert shown(number) == {"text/plain": digits}
             assert f"<td>{digits}</td>" in shown({"a": number})["text/html"]
         assert shown({}) == {"text/plain": "{}"}
+        # A table is read, a number alone may be copied into code.
+        assert shown(-0.5)["text/plain"] == "-0.5"
+        signed = pd.DataFrame({"change": [-0.5], "rank": [-1]})
+        assert re.findall("<td>(.*?)</td>", table(signed)) == ["−0.5", "−1"]
 
 
 @pytest.mark.parametrize(
