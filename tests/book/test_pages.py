@@ -356,7 +356,7 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
         len(re.findall(r"- Found: [+−][\d.]+ points \([^)]+\)\n- At an end of", page))
         >= 3
     )
-    decided = page.partition("ESFT: `budgets`")[2].partition("\n### ")[0]
+    decided = page.partition("ESFT: `budgets`")[2].partition(":::\n\n")[0]
     assert (
         decided.count('href="ledger.html#esft.') == 6 and "Exploratory" not in decided
     )
@@ -369,7 +369,7 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
     assert "exploratory: decides none" in tuned
     assert "5 seeds" in tuned
     assert (
-        "### PESC: `decay`" in page
+        ":::{dropdown} PESC: `decay`" in page
         and "`pesc/sparse/accuracy less pesc/dense/accuracy`" in page
     )
     heads = [path.read_text() for path in (ROOT / "notebooks").glob("*.yaml")]
