@@ -302,11 +302,19 @@ def test_a_changed_page_is_shown_renewed_and_a_wrong_one_is_told(
     freshness.seal(book / "_generated", made_of)
     rendering.render(project, place=warmed)
     monkeypatch.setattr(serving, "MOMENT", 0.1)
+    stamps, looked = serving.stamps, threading.Event()
+
+    def look(folder):
+        found = stamps(folder)
+        looked.set()
+        return found
+
+    monkeypatch.setattr(serving, "stamps", look)
     stop = threading.Event()
     watching = threading.Thread(target=serving.watch, args=(project, stop))
     watching.start()
     place = project / "_build" / "html"
-    time.sleep(0.5)
+    assert looked.wait(60)
 
     def change(path, text, line):
         path.write_text(text)

@@ -421,7 +421,7 @@ def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(
     )
     assert out.count("seed 0: ") == 1
     assert "seed 60" not in out
-    assert ended(cloned, 1.0)
+    assert ended(cloned)
     assert os.listdir(staging) == []
     (alone,) = stored(cloned)
     same_bits(alone, stored(studied[0])[0])
