@@ -53,7 +53,9 @@ PROMISES = {
 """The gain in accuracy that each paper is about, and what it is called in a figure."""
 SMALL = "1 M"  # the scale at which all four were measured
 ARC = {"arc_easy", "arc_challenge"}  # its parts; a model's card has both as one
-ARMS = ["measure", "arm", "value", "low", "high", "seeds"]  # columns of a table of arms
+PERCENT = {"share": "%", "percent_points": "points"}  # what is told with one decimal
+# Columns of a table of arms.
+ARMS = ["measure", "arm", "value", "low", "high", "seeds", "unit"]
 
 
 def said(row: Row) -> str:
@@ -388,7 +390,7 @@ def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.Da
         if len(effects):
             unit = next(iter(pool.values(name).values())).unit
             low, high = records.within(unit, interval(effects) or (np.nan, np.nan))
-            lines.append([measure, arm, effects.mean(), low, high, len(effects)])
+            lines.append([measure, arm, effects.mean(), low, high, len(effects), unit])
     return pd.DataFrame(lines, columns=ARMS)
 
 
@@ -404,20 +406,23 @@ def changes(
             continue
         kept = pool.of_seeds(both)
         change = kept.effects(two, one)
-        line = [
-            "change",
-            arm,
-            change.mean(),
-            *(interval(change) or (np.nan, np.nan)),
-            len(both),
-        ]
+        unit = next(iter(kept.values(one).values())).unit
+        if unit == "share":
+            change, unit = 100 * change, "percent_points"
+        ends = interval(change) or (np.nan, np.nan)
+        line = ["change", arm, change.mean(), *ends, len(both), unit]
         frames += [arms(kept, [arm], measures), pd.DataFrame([line], columns=ARMS)]
     return table(pd.concat(frames)) if frames else pd.DataFrame()
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
-    """Put what `arms` measured into words: a line an arm, a column a measure, and the seeds."""
-    lines = zip(frame.value, frame.low, frame.high, strict=True)
+    """Put what `arms` measured into words: a line an arm, a column a measure, and the seeds.
+
+    Shares are told in per cent; the unit of all else stands in its measure's name.
+    """
+    factors = np.where(frame.unit == "share", 100.0, 1.0)
+    numbers = frame[["value", "low", "high"]].mul(factors, axis=0)
+    lines = zip(numbers.value, numbers.low, numbers.high, frame.unit, strict=True)
     text = [_words(*line) for line in lines]
     wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")
     # As the frame has them: pivoting sorted both.
@@ -432,8 +437,13 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     return wide.assign(seeds=frame.groupby("arm").seeds.min())
 
 
-def _words(value: float, low: float, high: float) -> str:
-    """Write a mean with its interval, or alone where three digits show none."""
+def _words(value: float, low: float, high: float, unit: str) -> str:
+    """Write a mean with its interval, or alone where its digits show none."""
+    if unit in PERCENT:
+        mean = f"{value:z.1f} {PERCENT[unit]}"
+        ends = [f"{number:z.1f}" for number in (low, high)]
+        several = ends[0] != ends[1]
+        return records.minus(f"{mean} ({' to '.join(ends)})" if several else mean)
     if _said(low) != _said(high):
         return f"{_said(value)} ({_said(low)} to {_said(high)})"
     # Whole, and the same in each run, as a count is.

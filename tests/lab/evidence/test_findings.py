@@ -245,6 +245,10 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
     assert findings.table(frame.assign(value=0.0, low=0.0, high=0.0)).loss["c"] == "0"
     tiny = dict.fromkeys(("value", "low", "high"), 1.6e-6)
     assert findings.table(frame.assign(**tiny)).loss["c"] == "2e−06"
+    shares = {"unit": "share", "value": 0.207, "low": -0.014, "high": 0.228}
+    told = findings.table(frame.assign(**shares))
+    assert told.loss["c"] == "20.7 % (−1.4 to 22.8)"
+    assert findings.table(frame.assign(**shares | {"low": 0.228})).loss["c"] == "20.7 %"
     assert findings.arms(TOY, ["d"], names).empty
     told = findings.runs({"nano": TOY})
     assert told.loc["nano", ["seeds", "runs", "arms"]].tolist() == ["0, 1, 4", 3, 2]
