@@ -216,7 +216,7 @@ def test_a_trickle_does_not_hold_a_call_beyond_its_deadline(endpoint, tmp_path, 
     refused(
         "E-JUDGE: .*TimeoutError: the whole answer", late.scores, "summary", ROWS[:1]
     )
-    assert 1.0 <= time.monotonic() - start < 3.0
+    assert 1.0 <= time.monotonic() - start < 8.0  # less than one trickle takes
     assert len(endpoint.asked) == 2
     assert not list(tmp_path.iterdir())
 
