@@ -31,6 +31,9 @@ def written(folder: Path = ROOT) -> dict[str, dict[str, str]]:
         now = {claim.id: claim.frozen for claim in papers.claims(paper)}
         since: dict[str, tuple[str, str]] = {}
         for time, entries in _history(folder, f"papers/{paper}/claims.yaml"):
+            # A claim that was taken out and put back says it since then.
+            there = {entry["id"] for entry in entries}
+            since = {name: since[name] for name in since if name in there}
             for entry in entries:
                 says = _hash(entry)
                 if since.get(entry["id"], ("", ""))[0] != says:

@@ -6,7 +6,7 @@ import glob
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -51,28 +51,31 @@ def _columns(path: Path) -> list[tuple[str, Any]]:
     """Read a parquet or JSON file whole."""
     try:
         if path.suffix == ".json":
-            rows = _json(path)
-        else:
-            # Else brackets in a name would be a pattern, and another file might fit it.
-            named = glob.escape(str(path))
-            # By default a batch is as long as the first group of rows: none is refused.
-            how = {"split": "train", "streaming": True, "batch_size": BATCH}
-            table = datasets.load_dataset("parquet", data_files=named, **how)
-            rows = list(table)
+            return _json(path)
+        # Else brackets in a name would be a pattern, and another file might fit it.
+        named = glob.escape(str(path))
+        # By default a batch is as long as the first group of rows: none is refused.
+        how = {"split": "train", "streaming": True, "batch_size": BATCH}
+        table = datasets.load_dataset("parquet", data_files=named, **how)
+        return _numbered(path, table)
     except Refusal:
         raise
     except Exception as error:  # StopIteration, RecursionError, pyarrow's own
         kind = path.suffix[1:]
         refuse("E-DATA", f"{path}: not a readable {kind} file ({error!s:.200})")
+
+
+def _numbered(path: Path, rows: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Give rows that stand on no line of their own the place `file:number`."""
     return [(f"{path}:{number}", row) for number, row in enumerate(rows, 1)]
 
 
-def _json(path: Path) -> list[Any]:
+def _json(path: Path) -> list[tuple[str, Any]]:
     """Read objects in a list, as columns or by line; datasets' reader fails on null."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError:
-        return [row for _, row in _lines(path)]
+        return list(_lines(path))
     if isinstance(content, dict):
         if all(isinstance(column, list) for column in content.values()):
             lines = zip(*content.values(), strict=True)
@@ -83,7 +86,7 @@ def _json(path: Path) -> list[Any]:
         isinstance(row, dict) for row in content
     ):
         raise TypeError("expected objects")
-    return content
+    return _numbered(path, content)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -111,7 +111,8 @@ def evaluate(
     Returns:
         One row an item, with ``task``; ``domain`` (``benchmark`` for the hub's); ``item``,
         its number; ``correct``, 0 or 1, or pass@k; ``nll``, the gold answer's nats a
-        token; ``nll_sum``, its nats in all (both NaN where a benchmark only generates);
+        token; ``nll_sum``, its nats in all (both NaN where a benchmark only generates,
+        or names its right option by a text);
         ``answer``, the gold one; ``output``, the model's text or the number of its
         choice; ``unnormalised``, `correct` before likelihoods are divided by length;
         ``chance``, what guessing gets; ``asked``, the name or group asked for. Its

@@ -36,9 +36,10 @@ def draw_mask(x: Tensor, share: float) -> tuple[Tensor, float]:
     # Not all of them: the factor would be 1 / 0.
     dropped = min(round(share * STEPS), STEPS - 1)  # of the 65,536 values
     count = -(-x.numel() // 4)  # words of 64 bits, rounded up
-    words = torch.empty(count, dtype=torch.int64).random_(LEAST_WORD, None)
+    words = torch.empty(count, dtype=torch.int64, device=x.device)
+    words.random_(LEAST_WORD, None)
     numbers = words.view(torch.int16)[: x.numel()].view(x.shape)
-    mask = torch.empty(x.shape, dtype=x.dtype)
+    mask = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # The least ``dropped`` of the values drop their element.
     torch.ge(numbers, LEAST + dropped, out=mask)  # written as 1 and 0 at once
     return mask, STEPS / (STEPS - dropped)

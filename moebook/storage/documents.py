@@ -32,7 +32,7 @@ from moebook.settings import in_one_line
 LARGEST = 2**26  # bytes of a JSON file
 LARGEST_YAML = 2**20  # bytes
 LARGEST_NOTEBOOK = 2**28  # bytes
-DEEPEST = 100  # levels of a JSON file
+DEEPEST = 100  # levels of a JSON or YAML file
 _ALIKE = re.compile(
     r"|~|null|Null|NULL|true|True|TRUE|false|False|FALSE|[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+"
     r"|[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
@@ -202,8 +202,13 @@ def _stop(part: Any, problem: str) -> NoReturn:
     raise yaml.MarkedYAMLError(problem=problem, problem_mark=part.start_mark)
 
 
-def _refuse_tags_and_anchors(text: str) -> None:
+def _refuse_tags_anchors_and_depth(text: str) -> None:
+    depth = 0
     for event in yaml.parse(text, Loader=_SAFE):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:  # the reader, which calls itself for each, would crash
+            _stop(event, f"lists and mappings stand within one another {DEEPEST} deep")
         for kind in ("anchor", "tag"):
             if getattr(event, kind, None):
                 _stop(event, f"a YAML {kind} is not allowed")
@@ -239,7 +244,7 @@ def read_places(path: Path, text: str | None = None) -> tuple[Any, list[str]]:
     try:
         if text is None:
             text = _content(path, LARGEST_YAML).decode("utf-8-sig")
-        _refuse_tags_and_anchors(text)
+        _refuse_tags_anchors_and_depth(text)
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is not None:

@@ -601,3 +601,21 @@ def test_a_figure_drawn_twice_is_the_same_file():
             figure.savefig(file, format="svg", metadata={"Date": None})
             drawn.add(file.getvalue())
     assert len(drawn) == 1
+
+
+def test_the_front_pages_figure_drawn_twice_is_the_same_file(tmp_path, monkeypatch):
+    def promises(_):
+        figure = Figure()
+        figure.subplots().plot([0, 1], [0, 1], marker="o")
+        return figure
+
+    monkeypatch.setattr(generated, "_rows", lambda *_: ())
+    monkeypatch.setattr(generated.findings, "promises", promises)
+    monkeypatch.setattr(plotting, "check", lambda *_: None)
+    drawn = set()
+    with matplotlib.rc_context():
+        for name in "ab":
+            assert generated._promises(tmp_path / name, "")
+            (file,) = (tmp_path / name).rglob("promises.svg")
+            drawn.add(file.read_bytes())
+    assert len(drawn) == 1

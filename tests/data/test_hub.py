@@ -304,6 +304,20 @@ def test_a_byte_order_mark_crlf_and_empty_lines_are_accepted(tmp_path):
     assert [row["prompt"] for row in hub.load("magicoder_oss", path=path)] == ["a", "a"]
 
 
+def test_json_lines_in_a_json_file_keep_their_lines(tmp_path):
+    path = written(tmp_path, GOOD + b"\n \n" + GOOD, "train.json")
+    assert [where for where, _ in reading.local(path)] == [f"{path}:1", f"{path}:4"]
+    written(tmp_path, GOOD + b'\n \n{"problem": "a"}', "train.json")
+    words = "E-DATA: .*train.json:4: field 'solution' is missing"
+    refused(words, hub.load, "magicoder_oss", path=path)
+
+
+def test_rows_of_a_json_list_are_told_by_number(tmp_path):
+    content = json.dumps([{"a": 1}, {"a": 2}], indent=1).encode()
+    path = written(tmp_path, content, "train.json")
+    assert [where for where, _ in reading.local(path)] == [f"{path}:1", f"{path}:2"]
+
+
 def test_brackets_in_a_name_are_no_pattern(tmp_path):
     for name in ("rows[1]", "rows1"):
         table = pa.table({"name": [name]})

@@ -27,9 +27,10 @@ def test_a_file_is_a_task_whose_rows_are_as_they_stand_in_it(tmp_path):
     given = [
         ROW | {"system": "Be short.", "rationale": "since", "domain": "code", "id": 7},
         {"prompt": "{braces} 2 + 2 =", "answer": 1, "choices": ["3", "4"]},
+        {"prompt": "\n  def f():\n", "answer": "    return  1\n"},
     ]
     task = Task.from_jsonl(put(tmp_path, *given))
-    rows = {row["prompt"]: row for row in task.rows("all", 2)}
+    rows = {row["prompt"]: row for row in task.rows("all", 3)}
     assert rows[ROW["prompt"]] == {
         "task": "own_mine",
         "domain": "code",
@@ -40,10 +41,11 @@ def test_a_file_is_a_task_whose_rows_are_as_they_stand_in_it(tmp_path):
     }
     assert rows["{braces} 2 + 2 ="]["answer"] == "4"
     assert rows["{braces} 2 + 2 ="]["domain"] == "own"
+    assert rows["\n  def f():\n"]["answer"] == "    return  1\n"
     (item,) = (item for item in task.items("all") if item.choices)
     assert item.choices == ("3", "4")
-    assert tasks.find(str(tmp_path / "mine.jsonl")).rows("all", 2) == task.rows(
-        "all", 2
+    assert tasks.find(str(tmp_path / "mine.jsonl")).rows("all", 3) == task.rows(
+        "all", 3
     )
 
 

@@ -1,6 +1,7 @@
 """What arms of each notebook need is told before any work, with the parameter and what would do."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -426,7 +427,9 @@ def test_an_arm_that_is_trained_again_alone_has_its_rate_chosen_as_the_others_ha
     assert trained[-1] == ("lora", 0.001)
 
 
-def test_sets_of_which_no_row_is_short_enough_are_refused_where_rows_are_drawn():
+def test_sets_of_which_no_row_is_short_enough_are_refused_where_rows_are_drawn(
+    monkeypatch,
+):
     model, tokenizer = models.load("nano")
     settings = given("together", tasks="gcd,isa", new="kinship_told", rows_per_task=24)
     pool = experiments.budgets.rows(settings)
@@ -450,6 +453,17 @@ def test_sets_of_which_no_row_is_short_enough_are_refused_where_rows_are_drawn()
     assert longest["gcd"] < longest["new"]
     refused("E-DATA: training rows of gcd: all 24", setup, longest["gcd"] - 1)
     refused("E-DATA: shots of the new task: all", setup, longest["new"] - 1)
+
+    few, asked = experiments.budgets.new_rows(settings)
+    wordy = {"prompt": 200 * "long "}
+    monkeypatch.setattr(
+        experiments.budgets,
+        "new_rows",
+        lambda _: (few, [row | wordy for row in asked]),
+    )
+    refused("E-DATA: test rows of the new task: all", setup, 160)
+    pool = replace(pool, valid=[row | wordy for row in pool.valid])
+    refused("E-DATA: validation rows of gcd: all", setup, 160)
 
     settings = given("esft", tasks="isa", rates="0.001", max_length=16)
     pool = experiments.specialists.rows(settings)

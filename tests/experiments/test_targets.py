@@ -114,10 +114,13 @@ def test_a_lora_that_saw_a_targets_rows_is_not_chosen_for_it(part):
     }
     of_target = {"annotated": rows("x"), "held_out": rows("y"), part: rows("c")}
     drawn = targets.Pool(
-        {"mine": of_target["annotated"]},
-        {"mine": of_target["held_out"]},
+        {"mine": of_target["annotated"], "yours": rows("u")},
+        {"mine": of_target["held_out"], "yours": rows("e")},
         [],
-        {"mine": "mine"},
+        {"mine": "mine", "yours": "yours"},
     )
     clean = contest._without_leaks(bank, drawn)
-    assert list(clean["mine"]) == ["sums", "copyleft"]
+    assert {target: list(left) for target, left in clean.items()} == {
+        "mine": ["sums", "copyleft"],
+        "yours": ["gcd", "copyleft"],
+    }

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import safetensors.torch
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
@@ -18,6 +19,7 @@ from moebook.methods import esft
 from moebook.methods.esft import Selection
 from tests.refusals import refused
 from tests.sizes import SMALL
+from tests.tokens import byte_tokenizer
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 SHAPE = {**SMALL, "num_experts_per_tok": 2}
@@ -54,6 +56,21 @@ def with_lora(name):
     return model
 
 
+def whole(model, folder):
+    """Save a whole model, with a tokenizer."""
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def strangers(model, folder):
+    """Save LoRA of PEFT's own on a model's experts."""
+    targets = ["mlp.experts.down_proj"]
+    config = LoraConfig(r=2, target_modules=[], target_parameters=targets)
+    get_peft_model(model, config).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("name", HOSTS)
 def test_peft_loads_what_is_exported_with_equal_logits(name, tmp_path):
     model = with_lora(name)
@@ -78,11 +95,7 @@ def test_esfts_checkpoint_moved_the_chosen_experts_by_what_was_added(tmp_path):
     assert moved.change.tolist() == pytest.approx([0.5] * 3)
     assert len(table) == 8
     assert (table.change[~table.moved] == 0).all()
-    esft.merge(model).save_pretrained(tmp_path / "merged")
-    from tests.tokens import byte_tokenizer
-
-    byte_tokenizer().save_pretrained(tmp_path / "merged")
-    again = esft.moved(base, tmp_path / "merged")
+    again = esft.moved(base, whole(esft.merge(model), tmp_path / "merged"))
     assert again.change.to_numpy() == pytest.approx(table.change.to_numpy())
 
 
@@ -118,7 +131,7 @@ def test_a_lora_that_peft_itself_cannot_load_is_refused(tmp_path):
     settings = json.loads((folder / "adapter_config.json").read_text())
     settings["target_modules"].append("model.layers.0.self_attn.gate_proj")
     (folder / "adapter_config.json").write_text(json.dumps(settings))
-    words = "E-CONFIG: .*lora: PEFT cannot load it: Cannot convert PEFT target"
+    words = "E-CONFIG: .*lora: PEFT cannot load it: .*Cannot convert PEFT target"
     refused(words, esft.moved, host("afmoe"), folder)
 
 
@@ -132,3 +145,104 @@ def test_folders_of_no_checkpoint_are_refused(tmp_path):
     )
     (tmp_path / "adapter_config.json").write_text(json.dumps({}))
     refused("E-NOFILE: .*no adapter_model.safetensors", esft.moved, base, tmp_path)
+
+
+def renamed(tensors):
+    return {
+        key.replace(".layers.", ".blocks."): tensor for key, tensor in tensors.items()
+    }
+
+
+def with_one(value):
+    def change(tensors):
+        next(iter(tensors.values()))[0, 0] = value
+        return tensors
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (renamed, "E-KEYS: .*lora: 4 tensors missing .*layers.* 4 surplus .*blocks"),
+        (
+            lambda tensors: dict([*tensors.items()][1:]),
+            "E-KEYS: .*: 1 tensors missing .* 0 surplus",
+        ),
+        (
+            lambda tensors: tensors | {"more": torch.ones(2)},
+            "E-KEYS: .*: 0 tensors missing .* 1 surplus .*more",
+        ),
+        (with_one(float("nan")), "E-NONFINITE: .*lora.*holds NaN or infinity"),
+        (with_one(float("inf")), "E-NONFINITE: .*lora.*holds NaN or infinity"),
+    ],
+)
+def test_an_adapter_whose_tensors_do_not_fit_the_base_is_refused(
+    tmp_path, change, words
+):
+    folder = strangers(host("mixtral"), tmp_path / "lora")
+    file = folder / "adapter_model.safetensors"
+    tensors = change(safetensors.torch.load(file.read_bytes()))
+    safetensors.torch.save_file(tensors, file)
+    refused(words, esft.moved, host("mixtral"), folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("adapter_model.safetensors", "no tensors", "SafetensorError"),
+        ("adapter_config.json", "[]", "TypeError"),
+        ("adapter_config.json", "{", "JSONDecodeError"),
+        ("adapter_config.json", '{"peft_type": "FOO"}', "FOO"),
+        ("adapter_config.json", '{"peft_type": "PROMPT_TUNING"}', ""),
+    ],
+)
+def test_an_adapter_that_is_broken_is_refused(tmp_path, file, content, words):
+    folder = strangers(host("mixtral"), tmp_path / "lora")
+    (folder / file).write_text(content)
+    match = f"E-CONFIG: .*lora: PEFT cannot load it: .*{words}.*; save it again"
+    refused(match, esft.moved, host("mixtral"), folder)
+
+
+def resized(**sizes):
+    config = MixtralConfig(**{**SHAPE, **sizes}, num_local_experts=4)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_an_adapter_of_a_wider_base_is_refused(tmp_path):
+    folder = strangers(resized(hidden_size=64), tmp_path / "lora")
+    words = "E-SHAPE: .*lora: tensors of another base: size mismatch for .*; load the"
+    refused(words, esft.moved, host("mixtral"), folder)
+
+
+def test_a_model_of_fewer_layers_is_refused(tmp_path):
+    folder = whole(resized(num_hidden_layers=1), tmp_path / "less")
+    words = (
+        r"E-SHAPE: .*less: experts in layers \[0\], expected \[0, 1\] as in the base"
+    )
+    refused(words, esft.moved, host("mixtral"), folder)
+
+
+def test_experts_of_zeros_did_not_move_and_those_with_nan_are_refused(tmp_path):
+    base = host("mixtral")
+    experts = base.model.layers[0].mlp.experts
+    with torch.no_grad():
+        experts.gate_up_proj[1] = 0
+        experts.down_proj[1] = 0
+    table = esft.moved(base, whole(base, tmp_path / "same"))
+    assert (table.change == 0).all()
+    assert not table.moved.any()
+    with torch.no_grad():
+        experts.down_proj[1, 0, 0] = float("nan")
+    words = "E-NONFINITE: the base: layer 0: experts: down_proj holds NaN or infinity"
+    refused(words, esft.moved, base, tmp_path / "same")
+    folder = whole(base, tmp_path / "broken")
+    refused("E-NONFINITE: .*broken", esft.moved, host("mixtral"), folder)
+
+
+def test_telling_what_moved_leaves_torchs_random_state(tmp_path):
+    base = host("mixtral")
+    folder = strangers(host("mixtral"), tmp_path / "lora")
+    before = torch.get_rng_state()
+    esft.moved(base, folder)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -104,6 +104,15 @@ def test_the_module_is_torchs_outside_of_training_and_at_the_ends():
     assert dropout(torch.empty(4, 4, device="meta"), 0.5).is_meta
 
 
+def test_the_mask_is_drawn_where_the_input_is_whatever_torchs_default_device():
+    x = torch.ones(8, 8)
+    torch.manual_seed(0)
+    want = dropout(x, 0.5)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        assert torch.equal(dropout(x, 0.5), want)
+
+
 def test_elsewhere_than_on_a_cpu_it_is_torchs(monkeypatch):
     asked = []
     monkeypatch.setattr(

@@ -85,3 +85,5 @@ def test_a_claim_has_stood_since_the_commit_that_made_it_what_it_is(
         claims.papers, "claims", lambda paper: [one] if paper == "pesc" else []
     )
     assert claims.written(tmp_path) == {"pesc.a": {"frozen": one.frozen, "since": "2"}}
+    versions += [("4", []), ("5", [last])]  # taken out, and put back
+    assert claims.written(tmp_path) == {"pesc.a": {"frozen": one.frozen, "since": "5"}}

@@ -29,6 +29,8 @@ REFUSED = (
     "a: \x01\n",
     "<<: 1\n",
     "=: 1\n",
+    "- " * 100_000 + "a",  # deeper than the stack of a program in C
+    "? " * 100_000 + "a",
 )
 
 

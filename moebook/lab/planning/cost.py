@@ -61,7 +61,8 @@ def machine(text: str) -> Machine:
         name = text
         number = "1"
     refuse_unknown(name, GPUS, "E-NAME", f"--gpu {text}: no GPU '{name}' is known;")
-    if not 1 <= int(number[:6]) <= 10_000:
+    digits = number.lstrip("0")
+    if not 0 < len(digits) <= 5 or int(digits) > 10_000:
         refuse("E-RANGE", f"--gpu {text}: expected 1 to 10000 GPUs, as in h200x8")
     return Machine(name, GPUS[name], int(number))
 

@@ -78,8 +78,11 @@ def _usual(notebook: str, given: Given) -> dict[str, Any]:
 
 
 def _bases(given: Given) -> Arms:
-    rows = len(tasks.CATALOGUE) * given["train_rows"] * given["epochs"]
-    yield "all parameters", methods.full(), {"steps": -(-rows // given["batch"])}
+    rows = len(tasks.CATALOGUE) * given["train_rows"]
+    steps = given["epochs"] * -(
+        -rows // given["batch"]
+    )  # a pass ends in a smaller step
+    yield "all parameters", methods.full(), {"steps": steps}
 
 
 def _pesc(given: Given) -> Arms:
@@ -106,7 +109,7 @@ def _rocket(given: Given) -> Arms:
         if arm is None:
             continue
         rows = arm.config.shots + arm.config.budget * arm.open_data
-        steps = -(-rows * given["epochs"] // given["batch"]) or given["steps"]
+        steps = given["epochs"] * -(-rows // given["batch"]) or given["steps"]
         again = given["repeats"] if name == "mixture" else 1
         own = {"steps": steps, "turns": targets * (again + tries)}
         yield name, methods.mixture(arm.config, given["bank_rank"]), own

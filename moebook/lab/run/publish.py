@@ -18,6 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -215,14 +216,27 @@ def _forbid_secrets(cell: Any) -> None:
         texts.append(output.get("text", ""))
         for mime, content in output.get("data", {}).items():
             if mime != "image/png":
-                is_text = isinstance(content, str)
-                texts.append(content if is_text else json.dumps(content))
+                texts += _strings(content)
     kind = secret("\n".join(texts))
     if kind:
         is_code = cell["cell_type"] == "code"
         place = f"In [{cell['execution_count']}]" if is_code else "a text cell"
         fix = "nothing was published: remove it from the cell"
         refuse("E-SECRET", f"{place} shows {kind}; {fix}")
+
+
+def _strings(content: Any) -> Iterator[str]:
+    """Yield the texts of an output, as they stand there and as a browser shows them."""
+    if isinstance(content, str):
+        yield content
+        yield unescape(content)
+    elif isinstance(content, Mapping):
+        for name, part in content.items():
+            yield name
+            yield from _strings(part)
+    elif isinstance(content, list):
+        for part in content:
+            yield from _strings(part)
 
 
 def _only(metadata: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

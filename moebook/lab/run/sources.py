@@ -68,8 +68,9 @@ class Notebook:
         """Names of its protocols: the tiers in their order, where `study` stands for its own."""
         names = {str(self.defaults["tier"])}
         for path in storage.files.own(self.path.parent, f"{self.path.stem}.*.yaml"):
-            _, protocol, *_ = path.name.split(".")
-            names.add(protocol)
+            names.add(
+                path.name.removeprefix(f"{self.path.stem}.").removesuffix(".yaml")
+            )
         order = {tier: place for place, tier in enumerate(TIERS)}
         return sorted(names, key=lambda name: (order.get(name, order["study"]), name))
 
@@ -92,7 +93,7 @@ class Notebook:
         return settings
 
     def _file(self, protocol: str) -> Path:
-        return self.path.with_name(f"{self.path.stem}.{protocol}.yaml")
+        return self.path.parent / f"{self.path.stem}.{protocol}.yaml"
 
     def head(self, protocol: str) -> list[str]:
         """Return the comment at the top of a protocol's file, line by line.
@@ -108,6 +109,7 @@ class Notebook:
         except UnicodeDecodeError as error:
             refuse("E-CONFIG", f"{where}: not UTF-8 at byte {error.start}")
         comment = [*takewhile(lambda line: line.startswith("#"), lines)]
+        said: set[str] = set()
         for number, line in enumerate(lines, start=1):
             fact = _FACT.match(line)
             if fact is None:
@@ -119,6 +121,11 @@ class Notebook:
             if not fact[2]:
                 expected = f"expected a space behind '{fact[1]}:', and a text"
                 refuse("E-CONFIG", f"{place}: {expected}")
+            if fact[1] in said - {DECIDES}:
+                refuse(
+                    "E-CONFIG", f"{place}: '{fact[1]}:' stands there twice; say it once"
+                )
+            said.add(fact[1])
         return [line[1:].strip() for line in comment]
 
     def facts(self, protocol: str) -> dict[str, str]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 
-from moebook.errors import located, refuse
+from moebook.errors import Refusal, lacks_memory, located, refuse
 from moebook.methods.esft.apply import EXPERTS, load, merge
+from moebook.models import checkpoint
 from moebook.models.anatomy import GATED, Layer, anatomy, incompatibility, sparse_layers
 from moebook.models.load import load as load_model
 from moebook.models.lora import ADAPTER, SETTINGS, TENSORS, write_folder
+from moebook.runtime import random_states_kept
 from moebook.settings import Place, checked
 
 FUSED = ("gate_up_proj", "down_proj")
@@ -86,27 +89,38 @@ def moved(base: nn.Module, folder: Place) -> pd.DataFrame:
     """Tell which routed experts a checkpoint moved, and how far, beside its base.
 
     The folder is one of `save`, one of PEFT's (of `export`, or anybody's), or a whole
-    model's (after `merge`). The base stays as it is.
+    model's (after `merge`). The base and torch's random states stay as they are.
 
     Returns:
         A row a layer and expert, with ``layer``; ``expert``; ``change``, the Frobenius norm of
         what was added to its weights over that of the weights, a number without unit, 0
-        where it was not moved; ``moved``, whether it is above 0.
+        where it was not moved, infinity where only zeros were; ``moved``, whether it is above 0.
 
     Raises:
         Refusal: E-NOFILE for a folder of none of these, E-BASE for one of another base,
-            E-CONFIG for one that PEFT cannot load, E-SHAPE for one whose experts are of
-            another shape.
+            E-CONFIG for one that PEFT cannot load, E-KEYS for one whose tensors are not
+            those of its settings on this base, E-SHAPE for one whose tensors, experts or
+            sparse layers are of another shape or number, E-NONFINITE for NaN or
+            infinity in it or in the base's experts, E-MODEL for experts of another form.
     """
+    folder = Path(folder)
     before = sparse_layers(base)
-    after = sparse_layers(_trained(base, Path(folder)))
+    with random_states_kept():  # PEFT draws A before it reads it
+        after = sparse_layers(_trained(base, folder))
+    here = [layer.index for layer in before]
+    there = [layer.index for layer in after]
+    if there != here:
+        layers = f"experts in layers {there}, expected {here} as in the base"
+        refuse("E-SHAPE", f"{folder}: {layers}; load the base that it was made from")
+
     lines = []
     for old, new in zip(before, after, strict=True):
-        for layer in (old, new):
-            problem = incompatibility(layer.experts)
-            if problem:
-                refuse("E-MODEL", f"layer {layer.index}: {problem}")
-        for expert, change in enumerate(_changes(old, new)):
+        for layer, where in ((old, "the base"), (new, str(folder))):
+            with located(f"{where}: layer {layer.index}"):
+                _check(layer)
+        with located(folder):
+            changes = _changes(old, new)
+        for expert, change in enumerate(changes):
             lines.append((old.index, expert, change, change > 0))
     return pd.DataFrame(lines, columns=["layer", "expert", "change", "moved"])
 
@@ -116,20 +130,62 @@ def _trained(base: nn.Module, folder: Path) -> nn.Module:
     if (folder / EXPERTS).is_file():
         return merge(load(deepcopy(base), folder))
     if (folder / SETTINGS).is_file():
-        if not (folder / TENSORS).is_file():
-            refuse("E-NOFILE", f"{folder}: no {TENSORS}; save it as safetensors")
         with located(folder):
-            try:
-                adapted = PeftModel.from_pretrained(deepcopy(base), folder)
-            except ValueError as error:
-                refuse("E-CONFIG", f"PEFT cannot load it: {error!s:.200}")
-            merged: nn.Module = adapted.merge_and_unload()
-            return merged
+            return _with_adapter(base, folder)
     if (folder / "config.json").is_file():
         weight = next(base.parameters())
         return load_model(str(folder), device=weight.device, dtype=weight.dtype)[0]
     kinds = f"{EXPERTS}, {SETTINGS} or config.json"
     refuse("E-NOFILE", f"{folder} is no checkpoint; expected {kinds} in it")
+
+
+def _with_adapter(base: nn.Module, folder: Path) -> nn.Module:
+    """Merge an adapter of PEFT's into a copy of the base."""
+    if not (folder / TENSORS).is_file():
+        refuse("E-NOFILE", f"no {TENSORS}; save it as safetensors")
+    with _telling_of_peft():
+        config = PeftConfig.from_pretrained(folder)
+        adapted = PeftModel(deepcopy(base), config, ADAPTER)
+        # `PeftModel.from_pretrained` would keep what did not fit to itself.
+        misfits = adapted.load_adapter(folder, ADAPTER)
+        _refuse_misfits(misfits.missing_keys, misfits.unexpected_keys)
+        checkpoint.check_finite(checkpoint.unpacked(folder / TENSORS), TENSORS)
+        merged: nn.Module = adapted.merge_and_unload()
+    return merged
+
+
+@contextmanager
+def _telling_of_peft() -> Iterator[None]:
+    """Tell in one line of any error that PEFT makes of others' adapters."""
+    try:
+        yield
+    except Exception as error:
+        told = f"{type(error).__name__}: {error!s:.200}"
+        if isinstance(error, Refusal) or lacks_memory(told):
+            raise
+        misfits = [line for line in str(error).splitlines() if "size mismatch" in line]
+        if misfits:
+            first = misfits[0].strip(" \t.")
+            fix = "load the base that it was trained on"
+            refuse("E-SHAPE", f"tensors of another base: {first}; {fix}")
+        refuse("E-CONFIG", f"PEFT cannot load it: {told}; save it again with PEFT")
+
+
+def _refuse_misfits(missing: list[str], surplus: list[str]) -> None:
+    """Refuse an adapter whose tensors are not those that its settings put on the base."""
+    if missing or surplus:
+        lacks = f"{len(missing)} tensors missing {missing[:3]}"
+        fix = f"{SETTINGS}, {TENSORS} and the base must belong together"
+        refuse("E-KEYS", f"{lacks}, {len(surplus)} surplus {surplus[:3]}; {fix}")
+
+
+def _check(layer: Layer) -> None:
+    """Refuse a layer whose experts are not fused and gated, or hold NaN or infinity."""
+    problem = incompatibility(layer.experts)
+    if problem:
+        refuse("E-MODEL", problem)
+    for name, weight in zip(FUSED, _fused(layer), strict=True):
+        checkpoint.check_finite({name: weight}, "experts")
 
 
 @torch.no_grad()
@@ -145,7 +201,9 @@ def _changes(old: Layer, new: Layer) -> list[float]:
         added.append(step.square().flatten(1).sum(1))  # [E]
         weights.append(before.double().square().flatten(1).sum(1))
     # |W' - W| / |W|, with W all weights of an expert.
-    change = torch.stack(added).sum(0) / torch.stack(weights).sum(0)
+    distance = torch.stack(added).sum(0)
+    size = torch.stack(weights).sum(0)
+    change = torch.where(distance == 0, 0, distance / size)  # 0 / 0 is 0
     return [float(value) for value in change.sqrt()]
 
 

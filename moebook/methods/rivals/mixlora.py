@@ -4,8 +4,9 @@
 ``y = sum_e g_e (W_d + s B_e^d A_e^d)[act((W_g + s B_e^g A_e^g) h) * (W_u + s B_e^u A_e^u) h]``.
 Attention gets plain LoRAs on q, k, v and o. All of it is trained from scratch on the target's rows,
 with ``c E sum_{slot, e} f_{slot e} P_e`` added to the loss. There f is the share of the tokens
-whose slot-th choice is e, and P the mean probability, padding left out; its least value is c K. Li
-et al. (2024), arXiv 2404.15159; code: TUDB-Labs/MixLoRA and TUDB-Labs/MoE-PEFT.
+whose slot-th choice is e, and P the mean probability, padding left out; where all P_e are alike it
+is c K, and it can be less. Li et al. (2024), arXiv 2404.15159; code: TUDB-Labs/MixLoRA and
+TUDB-Labs/MoE-PEFT.
 """
 
 from __future__ import annotations

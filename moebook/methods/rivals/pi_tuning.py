@@ -27,7 +27,7 @@ from moebook.errors import refuse
 from moebook.kernels.dispatch import FLOATS
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Data, Rows, Tuned
-from moebook.methods.rocket.bank import Bank, check
+from moebook.methods.rocket.bank import Bank, check, own_folder
 from moebook.methods.rocket.loras import Lora, attached
 from moebook.nn import evaluating
 from moebook.nn.batch import longest, vocabulary
@@ -151,7 +151,8 @@ def fisher(
     # `vmap` cannot branch on a mask's values and knows no fused attention. Rows need no
     # mask: padding is on the right, where real tokens of a causal model do not look.
     with evaluating(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        for batch in rows.select_columns(["input_ids", "labels"]).iter(BATCH):
+        columns = rows.select_columns(["input_ids", "labels"]).with_format(None)
+        for batch in columns.iter(BATCH):
             ids = padded(batch["input_ids"], 0)[0].to(device)
             labels = padded(batch["labels"], IGNORED)[0].to(device)
             if by_row:  # [B, 1, T]: each row is a batch of its own
@@ -217,9 +218,12 @@ def tuned(
 ) -> Tuned:
     """Train a LoRA on the target, find its neighbours, and train them side by side: one LoRA again.
 
-    Its rank is ``(k + 1) R``. The recipe is of both trainings. ``embeddings`` are `fishers` of the
-    bank; those that lack are made here, at their makers' cost.
+    Its rank is ``(k + 1) R``. The recipe is of both trainings, whose checkpoints go to the folders
+    ``target`` and ``mixture`` in its ``output``. ``embeddings`` are `fishers` of the bank; those
+    that lack are made here, at their makers' cost.
     """
+    output = recipe.pop("output", None)
+    places = {name: own_folder(output, name) for name in ("target", "mixture")}
     check(bank)
     mixing.check_choice(config.neighbours, bank)
     known = dict(embeddings or {})
@@ -230,7 +234,7 @@ def tuned(
     first = next(iter(bank.values()))
     start = mixing.fresh_like({"target": first}, seed=seed)
     alone = tuning.alone(model, start["target"], learnt=True)
-    alone = tuning.fit(alone, data, seed=seed, **recipe)
+    alone = tuning.fit(alone, data, seed=seed, output=places["target"], **recipe)
     target = alone.lora("target")
     # `fisher` attaches the LoRA by itself, to a bare base.
     alone.detach()
@@ -257,4 +261,5 @@ def tuned(
 
     learnt = config.trains == "weights + LoRAs"
     done = tuning.attach(model, experts, weigh, mix="outputs", learnt=learnt)
-    return tuning.fit(done, data, rate=config.rate, seed=seed, spent=spent, **recipe)
+    recipe |= {"output": places["mixture"], "rate": config.rate}
+    return tuning.fit(done, data, seed=seed, spent=spent, **recipe)

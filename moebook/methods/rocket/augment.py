@@ -231,9 +231,18 @@ def deduplicate(
     # Lines 6 to 12: of two rows with I_ij > tau the one of the smaller key goes; with
     # minus its number as a row's key, the later one.
     key = similarity if rule in ("standing", "any") else -np.arange(len(vectors))
-    rows = torch.from_numpy(vectors)
     order = "any" if rule == "any" else "standing"
-    return np.asarray(duplicates(rows, torch.from_numpy(key), threshold, rule=order))
+    both = _tensor(vectors), _tensor(key)
+    return np.asarray(duplicates(*both, threshold, rule=order))
+
+
+def _tensor(array: Array) -> Tensor:
+    """Return an array as a tensor, copied where torch cannot take it as it lies.
+
+    Those are views from back to front, foreign bytes, and what must not be written.
+    """
+    native = array.dtype.newbyteorder("=")
+    return torch.from_numpy(np.require(array, native, ["C", "W"]))
 
 
 def _check_shapes(shots: Array, block: Array) -> None:
@@ -272,12 +281,12 @@ def draw(
     def tensors() -> Iterator[Tensor]:
         for block in blocks:
             _check_shapes(shots, block)
-            yield torch.from_numpy(block)
+            yield _tensor(block)
 
     stream = tensors()
     if config.sampler == "maximum":
         # Eq. 13, block by block: A [K, S] is never held.
-        return nearest_rows(stream, torch.from_numpy(shots), budget)
+        return nearest_rows(stream, _tensor(shots), budget)
     rng = np.random.default_rng(seed)
 
     def keys(rows: Tensor, _: float) -> tuple[Tensor, Tensor]:

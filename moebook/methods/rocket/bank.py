@@ -6,6 +6,7 @@ makes them anywhere; ``catalogue.yaml`` lists their sets and the paper's 38.
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,6 +33,8 @@ from moebook.models.lora import in_wrapper
 from moebook.runtime import random_states_kept
 from moebook.settings import Count, Each, Place, Seed, Share, checked
 from moebook.storage import formed, locked
+from moebook.training.batches import Batches
+from moebook.training.recipe import Recipe
 
 __all__ = [
     "check",
@@ -79,6 +82,9 @@ TABLE_12 = {
 }
 """The paper's training of one LoRA: 2 rows x 16 accumulated are 32 a step."""
 
+# Of what `training.fit` takes, all that leaves a LoRA as it is.
+ASIDE = {"every", "label", "milestones", "output", "pad_id", "shards"}
+
 
 def load(
     model: nn.Module,
@@ -93,14 +99,18 @@ def load(
     A folder that is missing or empty gets those that `make` trains. One process does that while
     others wait, beside the folder, which appears when all are there.
     """
-    target = Path(os.path.expanduser(folder or FOLDER))
+    # Whole: a draft and a lock are named after the folder, which "." does not name.
+    target = Path(os.path.expanduser(folder or FOLDER)).resolve()
     if vacant(target):
         with locked(target.with_name(f".{target.name}.lock"), wait=True):
             # Looked at again: whoever held the lock may have made it.
             if vacant(target):
                 draft = target.with_name(f".{target.name}")
                 make(model, tokenizer, names or EMBEDDED, draft, **changes)
+                stood_in = target.exists() and target.samefile(".")
                 draft.rename(target)
+                if stood_in:  # the empty folder, which is gone
+                    os.chdir(target)
     bank = read(target, model)
     for name in names:
         refuse_unknown(name, bank, "E-BANK", f"{target} has no LoRA '{name}';")
@@ -165,19 +175,25 @@ def train(
 ) -> dict[str, Lora]:
     """Train one PEFT LoRA a data set (Sec. 3.1.3) and keep it in the folder; reuse what is there.
 
-    A LoRA in the folder is taken when it comes from the same base, rows and settings. The base is
-    given back as it was. Rank and targets are the paper's, dropout is as released; the paper gives
-    no alpha. Rows above ``max_length`` tokens are left out and reported (the paper cuts them). The
-    seed is of the start and of the rows' order, so all LoRAs share their first A, unless
-    ``own_starts`` has each add its place. ``settings`` are for `training.fit`, else `TABLE_12`.
+    A LoRA in the folder is taken when it comes from the same base, settings and tokens, by their
+    digest in the order of the rows; one that was written before digests were kept, when its prompts
+    are the same, whatever the answers. The base is given back as it was. Rank and targets are the
+    paper's, dropout is as released; the paper gives no alpha. Rows above ``max_length`` tokens are
+    left out and reported (the paper cuts them). The seed is of the start and of the rows' order, so
+    all LoRAs share their first A, unless ``own_starts`` has each add its place. ``settings`` are
+    for `training.fit`, else `TABLE_12`. Checkpoints of each LoRA go to a folder of its own in
+    ``output``. A ``penalty`` cannot be compared, so it is refused where there is a folder.
     """
+    if folder and settings.get("penalty"):
+        why = f"penalty is a function, by which no LoRA in {folder} is known again"
+        refuse("E-USAGE", f"{why}: train without a folder, then write by loras.write")
     # Where steps are given, the paper's epochs do not count.
     plan = {
         k: v for k, v in TABLE_12.items() if k != "epochs" or "steps" not in settings
     }
     plan |= settings
     shape = {"rank": rank, "alpha": alpha, "targets": list(targets), "dropout": dropout}
-    facts = {**shape, "format": format, "max_length": max_length, **plan}
+    facts = {**shape, "format": format, "max_length": max_length, **compared(plan)}
     paths = list(loras.linears(model, list(targets)))
     config = LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=paths
@@ -186,25 +202,28 @@ def train(
     bank = {}
     for place, (name, rows) in enumerate(sets.items()):
         start = seed + place * own_starts
+        encoded = encode(rows, tokenizer, format=format, max_length=max_length)
+        digest = Batches(encoded, 1, seed=0, pad_id=0).digest()
         # By this a LoRA in the folder is known again, and by data and prompts a leak.
         known = {
             "data": name,
             "prompts": hashes(rows),
-            "training": {**facts, "seed": start},
+            # As JSON gives it back: with lists for tuples.
+            "training": json.loads(
+                json.dumps({**facts, "seed": start, "digest": digest})
+            ),
         }
         path = Path(folder, name) if folder else None
         if path and path.is_dir():
             bank[name] = loras.read(path, model, base)
-            if any(
-                bank[name].provenance.get(key) != value for key, value in known.items()
-            ):
+            if not known_again(bank[name], known):
                 refuse(
                     "E-EXISTS",
                     f"{path} was trained on other rows or settings: remove it",
                 )
             continue
-        encoded = encode(rows, tokenizer, format=format, max_length=max_length)
         plan |= {"pad_id": tokenizer.pad_token_id or 0, "seed": start, "label": name}
+        plan["output"] = own_folder(settings.get("output"), name)
         bank[name] = tune(model, encoded, config, name=name, base=base, **plan)
         bank[name].provenance.update(known)
         if path:
@@ -212,6 +231,33 @@ def train(
     if len(bank) > 1:  # of one there is nothing to compare
         check(bank)
     return bank
+
+
+def compared(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what settings for `training.fit` say of a LoRA; of a penalty, that there is one."""
+    given = plan.keys() - ASIDE - {"penalty"}
+    recipe = Recipe(**{key: plan[key] for key in given})
+    facts = {key: getattr(recipe, key) for key in given}
+    return facts | {"penalty": True} if plan.get("penalty") else facts
+
+
+def known_again(lora: Lora, known: Mapping[str, Any]) -> bool:
+    """Whether a LoRA was trained as is known; one without a digest is not asked for it."""
+    found = dict(lora.provenance.get("training") or {})
+    wanted = dict(known["training"])
+    if "digest" not in found:  # written before there was one
+        del wanted["digest"]
+        found = {key: value for key, value in found.items() if key not in ASIDE}
+    alike = all(lora.provenance.get(key) == known[key] for key in ("data", "prompts"))
+    return alike and found == wanted
+
+
+@checked
+def own_folder(output: Place | None, name: str) -> Place | None:
+    """Return the folder in ``output`` for checkpoints of one of several trainings."""
+    if output is None or not os.fspath(output).strip():
+        return output  # an empty name is for `training.fit` to refuse
+    return Path(output, name)
 
 
 def tune(
@@ -302,7 +348,8 @@ def leaks(bank: Bank, rows: Sequence[Row], *, task: str) -> pd.DataFrame:
         else:
             status = "clean"
         lines[name] = {"status": status, "shared": shared, "data": data}
-    return pd.DataFrame.from_dict(lines, orient="index")
+    columns = ["status", "shared", "data"]
+    return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
 
 
 def guarded(bank: Bank, rows: Sequence[Row], *, task: str) -> dict[str, Lora]:

@@ -7,6 +7,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +66,10 @@ def test_every_op_runs_with_ours_first_and_whoever_is_missing_says_why(tiny):
     assert (cases.first() == "ours").all()
     assert (cases.size() >= 2).all()
     ran = tiny["seconds"].notna()
+    told = tiny.loc[tiny["contender"] == "semantic_search", "note"]
+    assert len(told)
+    if not find_spec("sentence_transformers"):
+        assert (told == "sentence-transformers is not installed").all()
     assert (tiny.loc[ran, "ratio"] > 0).all()
     assert tiny.loc[~ran, "note"].str.fullmatch("[a-z-]+ is not installed").all()
     ours = tiny[tiny["contender"] == "ours"]

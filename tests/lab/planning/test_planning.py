@@ -349,6 +349,7 @@ def test_gpus_are_read_with_their_number():
         ),
         (partial(machine, "8"), "E-NAME: --gpu 8: no GPU '' is known"),
         (partial(machine, "h200x0"), "E-RANGE: --gpu h200x0: expected 1 to 10000"),
+        (partial(machine, "h200x000001999999"), "E-RANGE: .*expected 1 to 10000"),
         (
             partial(skeleton.configuration, "nanoo"),
             "E-MODEL: no configuration 'nanoo': did you mean",

@@ -7,6 +7,7 @@ import shutil
 import struct
 import zlib
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -225,14 +226,15 @@ def test_html_is_reduced_to_tables(given, reduced):
 
 
 def test_pictures_notebooks_and_cells_lose_their_metadata_and_keep_the_rest():
+    private = (b"tEXt", b"eXIf", b"iTXt", b"zTXt", b"tIME")
     given = base64.encodebytes(
-        _png(_chunk(b"tEXt", b"Author\x00me"), _chunk(b"eXIf", b"place"))
+        _png(*(_chunk(name, b"Author\x00me") for name in private))
     )
     outputs, counts = _published(
         new_output("display_data", {"image/png": given.decode()})
     )
     assert base64.b64decode(outputs[0]["data"]["image/png"]) == _png()
-    assert counts == {"png metadata": 2}
+    assert counts == {"png metadata": 5}
     assert _shown("image/png", "no picture") is None
     shown = {"tags": ["a"], "mystnb": {"figure": {"caption": "c"}}}
     cell = new_code_cell(
@@ -271,16 +273,21 @@ def test_attachments_of_text_cells_go_and_are_counted(new_cell):
         ("https://me:pass@example.org", "password"),
         ("-----BEGIN RSA PRIVATE KEY-----", "private key"),
         ("x canary-1234 y", "environment variable MY_SECRET"),
+        ("p&ss<word>-1234 is it", "environment variable MY_ESCAPED_SECRET"),
+        ("schlüssel-geheim", "environment variable MY_OTHER_SECRET"),
     ],
 )
 def test_a_secret_anywhere_in_the_text_is_refused_and_not_repeated(
     text, kind, monkeypatch
 ):
     monkeypatch.setenv("MY_SECRET", "canary-1234")
-    table = {"text/html": f"<table><tr><td>{text}</table>"}
+    monkeypatch.setenv("MY_ESCAPED_SECRET", "p&ss<word>-1234")
+    monkeypatch.setenv("MY_OTHER_SECRET", "schlüssel-geheim")
+    table = {"text/html": f"<table><tr><td>{escape(text)}</table>"}
     outputs = (
         new_output("stream", name="stdout", text=text),
         new_output("display_data", table),
+        new_output("display_data", {NOTE: {"known": [text]}}),
     )
     cells = [
         new_code_cell("x", outputs=[output], execution_count=1) for output in outputs

@@ -179,6 +179,7 @@ def test_a_head_behind_a_byte_order_mark_is_read(project):
             "\n# Primary",
             ":6: 'Primary measure:' is not in",
         ),
+        ("Seeds: 0-3\n", "Seeds: 0-3\n# Seeds: 4\n", ":9: 'Seeds:' stands there twice"),
         ("# A study", "\n# A study", ":7: 'Primary measure:' is not in"),
         ("tier: study\n", "tier: study\n  # Seeds: 4\n", ":15: 'Seeds:' is not in"),
     ],

@@ -50,7 +50,14 @@ def _swap(old, new):
 @pytest.fixture(scope="module")
 def ran(project):
     """One run of the toy at smoke, with parameters of the reader's."""
-    return run_notebook("toy", "smoke", OURS, folder=project)
+    with (
+        tempfile.TemporaryDirectory() as staging,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("tempfile.tempdir", staging)
+        outcome = run_notebook("toy", "smoke", OURS, folder=project)
+        assert not os.listdir(staging)
+    return outcome
 
 
 def test_a_run_leaves_its_page_and_what_the_notebook_recorded_and_nothing_else(

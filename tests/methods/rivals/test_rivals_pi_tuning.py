@@ -75,6 +75,15 @@ def test_fishers_are_the_squares_of_pefts_gradients(
         )
 
 
+@pytest.mark.parametrize("form", ["torch", "numpy"])
+def test_a_fisher_is_that_of_its_rows_whatever_their_format(form, model, rows, lora):
+    one = lora(model, "one", 0)
+    few = rows.select([0, 0, 0, 0, 1, 2])
+    wanted = pi_tuning.fisher(model, one, few)
+    found = pi_tuning.fisher(model, one, few.with_format(form))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_v_starts_uniform_and_far_apart_it_is_one_lora():
     """That fixed weights are PEFT's `cat` is tested with `mixing`."""
     part = pi_tuning.Interpolation(3)
@@ -115,6 +124,24 @@ def test_the_most_alike_neighbour_joins_and_switches_say_what_trains(
     tokens = sum(map(len, few["input_ids"]))
     # Two trainings of an epoch, and the target's Fisher information.
     assert done.cost.forward == 3 * tokens
+
+
+@pytest.mark.parametrize("form", [None, "torch"])
+def test_both_trainings_have_checkpoints_of_their_own(
+    form, model, rows, bank, tmp_path
+):
+    data = Data(rows.select(range(4)).with_format(form))
+    shapes = pi_tuning.fisher(model, bank["a"], data.shots)
+    recipe = {"embeddings": dict.fromkeys(bank, shapes), "steps": 2, "batch": 4}
+    given = (model, bank, data, pi_tuning.Config(neighbours=1))
+    kept = pi_tuning.tuned(*given, output=tmp_path / "runs", **recipe)
+    learnt = kept.lora().digest
+    kept.detach()
+    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert names == ["mixture", "target"]
+    alone = pi_tuning.tuned(*given, **recipe)
+    assert alone.lora().digest == learnt
+    alone.detach()
 
 
 def test_what_has_no_fisher_is_refused(model, rows, bank, lora):

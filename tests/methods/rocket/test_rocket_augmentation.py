@@ -77,6 +77,34 @@ def test_of_two_equal_rows_one_stays_and_the_repr_filter_goes_on_until_the_budge
         assert len(chosen.index) == size
 
 
+@pytest.mark.parametrize("sampler", ["maximum", "centroid", "random", "hull", "kde"])
+def test_rows_back_to_front_or_of_foreign_bytes_are_rows_too(sampler):
+    shots = vectors(0, 6, 3)
+    pool = 0.2 * vectors(1, 60, 3)
+    config = Config(budget=5, sampler=sampler)
+    near = pool[:, 0].copy()
+    chosen = augment.choose(shots, [pool], config)
+    stay = augment.deduplicate(pool, near, 0.5)
+    for other in (backwards, foreign, fixed):
+        found = augment.choose(other(shots), [other(pool)], config)
+        assert found.index.tolist() == chosen.index.tolist()
+        assert np.array_equal(found.similarity, chosen.similarity)
+        left = augment.deduplicate(other(pool), other(near), 0.5)
+        assert left.tolist() == stay.tolist()
+
+
+def backwards(array):
+    return np.ascontiguousarray(array[::-1])[::-1]
+
+
+def foreign(array):
+    return array.astype(array.dtype.newbyteorder(">"))
+
+
+def fixed(array):
+    return np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)
+
+
 @pytest.mark.parametrize("sampler", ["centroid", "random", "hull", "kde"])
 def test_samplers_repeat_and_do_not_depend_on_the_blocks(sampler):
     shots = vectors(8, 20, 3)

@@ -57,6 +57,81 @@ def test_a_bank_is_trained_once(sets, model, tokenizer, tmp_path, monkeypatch):
             bank.train(model, tokenizer, rows, tmp_path, **settings)
 
 
+SHORT = QUICK | {"epochs": None, "steps": 2}
+
+
+def test_a_lora_of_other_answers_or_an_other_order_is_not_taken(
+    sets, model, tokenizer, tmp_path
+):
+    rows = sets["sums"]
+    bank.train(model, tokenizer, {"sums": rows}, tmp_path, **SHORT)
+    others = ([row | {"answer": "no"} for row in rows], rows * 2, rows[::-1])
+    for other in (*others, [row | {"system": "Be short."} for row in rows]):
+        assert bank.hashes(other) == bank.hashes(rows)
+        words = "E-EXISTS: .*sums was trained on other rows or settings"
+        given = (model, tokenizer, {"sums": other}, tmp_path)
+        refused(words, bank.train, *given, **SHORT)
+
+
+def test_a_lora_from_before_the_digest_is_taken_by_its_prompts(
+    sets, model, tokenizer, tmp_path
+):
+    rows = sets["sums"]
+    (lora,) = bank.train(model, tokenizer, {"sums": rows}, **SHORT).values()
+    facts = lora.provenance["training"]
+    assert len(facts.pop("digest")) == 64
+    facts["output"] = "runs"  # which was among them
+    loras.write(lora, tmp_path / "sums")
+    given = (model, tokenizer, {"sums": rows[::-1]}, tmp_path)
+    assert bank.train(*given, **SHORT)["sums"].digest == lora.digest
+    refused("E-EXISTS", bank.train, *given, **SHORT | {"lr": 1e-3})
+    refused("E-EXISTS", bank.train, *given[:2], {"sums": rows[:6]}, tmp_path, **SHORT)
+
+
+def test_a_lora_is_known_again_by_settings_that_json_keeps_otherwise(
+    sets, model, tokenizer, tmp_path, monkeypatch
+):
+    how = SHORT | {"betas": (0.9, 0.95), "rates": {"lora_B": 1e-2}}
+    given = (model, tokenizer, sets, tmp_path)
+    trained = bank.train(*given, **how)
+    monkeypatch.setattr(bank, "tune", None)
+    again = bank.train(*given, **how)
+    assert [lora.digest for lora in again.values()] == [
+        lora.digest for lora in trained.values()
+    ]
+    refused("E-EXISTS", bank.train, *given, **how | {"betas": (0.9, 0.99)})
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_each_lora_has_checkpoints_of_its_own_and_is_the_same_without(
+    kind, sets, model, tokenizer, tmp_path, monkeypatch
+):
+    given = (model, tokenizer, sets, tmp_path / "bank")
+    runs = kind(tmp_path / "runs")
+    aside = {"milestones": [([1], fingerprint)], "label": "own", "pad_id": 0}
+    bank.train(*given, output=runs, every=1, **aside, **SHORT)
+    assert sorted(path.name for path in Path(runs).iterdir()) == ["gcd", "sums"]
+    assert all(list(path.iterdir()) for path in Path(runs).iterdir())
+    monkeypatch.setattr(bank, "tune", None)
+    assert list(bank.train(*given, **SHORT)) == list(sets)
+
+
+def test_what_cannot_be_kept_is_refused_before_anything_trains(
+    sets, model, tokenizer, tmp_path, monkeypatch
+):
+    given = (model, tokenizer, sets)
+    alone = bank.train(*given, penalty=lambda model: torch.zeros(()), **SHORT)
+    assert alone["sums"].provenance["training"]["penalty"] is True
+    monkeypatch.setattr(bank, "tune", None)
+    for words, settings in (
+        ("E-USAGE: penalty is a function", {"penalty": print}),
+        ("E-TYPE: .*output", {"output": 5}),
+    ):
+        refused(words, bank.train, *given, tmp_path, **SHORT | settings)
+    monkeypatch.undo()
+    refused("E-PATH: output is empty", bank.train, *given, output=" ", **SHORT)
+
+
 def test_one_set_is_trained_as_it_is_among_several(sets, base, tokenizer):
     """A single target has one LoRA of its own, from which nothing is chosen."""
     several = bank.train(base(), tokenizer, sets, **QUICK)
@@ -105,6 +180,22 @@ def test_the_guard_flags_names_and_prompts_in_common(sets, model, lora):
         bank.guarded(
             {name: members[name] for name in ("gcd", "clean")}, target, task="gcd"
         )
+
+
+def test_an_empty_bank_has_no_leaks_and_is_refused_by_the_guard(sets):
+    assert list(bank.leaks({}, sets["gcd"], task="gcd")) == ["status", "shared", "data"]
+    refused("E-BANK: .*0 LoRAs", bank.guarded, {}, sets["gcd"], task="gcd")
+
+
+def test_a_bank_is_made_in_the_folder_one_stands_in(nano, tmp_path, monkeypatch):
+    (here := tmp_path / "bank").mkdir()
+    monkeypatch.chdir(here)
+    few = {"rows": 4, "steps": 2, "epochs": None}
+    made = bank.load(*nano, ".", names=["gcd", "sums"], **few)
+    assert list(made) == ["gcd", "sums"]
+    # It is still the folder that one stands in, not the empty one that it replaced.
+    assert Path.cwd() == here
+    assert list(bank.load(*nano, ".")) == ["gcd", "sums"]
 
 
 def test_a_bank_is_read_by_name_and_says_what_has_no_fingerprint(model, lora, tmp_path):
@@ -246,7 +337,8 @@ def test_a_lora_is_trained_by_the_recipe_or_by_table_12(recipe, nano, monkeypatc
     wanted = SHAPE | PAPER | recipe | own
     trained = bank.train(*nano, sets, **recipe | own)
     for lora, call in zip(trained.values(), fit.call_args_list, strict=True):
-        assert lora.provenance["training"] == wanted
+        facts = lora.provenance["training"]
+        assert facts == wanted | {"digest": facts["digest"]}
         assert len(lora.provenance["losses"]) == wanted["epochs"]
         assert (lora.rank, lora.alpha) == (wanted["rank"], wanted["alpha"])
         targets = {path.rpartition(".")[2] for path in lora.down}
