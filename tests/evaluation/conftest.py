@@ -13,6 +13,7 @@ from moebook.evaluation import harness, sandbox
 
 FOLDERS = (
     "arc",
+    "drop",
     "gsm8k",
     "hellaswag",
     "mbpp",
@@ -22,6 +23,7 @@ FOLDERS = (
     "piqa",
     "siqa",
     "super_glue/boolq",
+    "wikitext",
     "winogrande",
 )
 
