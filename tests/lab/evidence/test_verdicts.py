@@ -468,6 +468,8 @@ def test_what_is_read_from_published_files_is_computed_and_needs_no_seeds():
     trained = replace(read, rows={"train": "0" * 64})
     for other in (drawn.runs[0], trained):
         assert judge(DIRECTION, replace(drawn, runs=(other,))) == "inconclusive"
+        both = replace(drawn, runs=(read, replace(other, seed=1)))
+        assert judge(DIRECTION, both) == "inconclusive"
 
 
 def at_p(p, name):
