@@ -97,6 +97,7 @@ WITHOUT = {  # public names without a row, and why
     "methods.rocket.augment.Augmentation": A_RESULT,
     "methods.rocket.augment.[Ee]ncoder": NO_VALUES,
     "methods.rocket.bank.make": BEHIND,
+    "methods.rocket.bank.own_folder": BEHIND,
     "methods.rocket.bank.tune": BEHIND,
     "methods.rocket.bank.vacant": NO_VALUES,
     "methods.rocket.loras.check_*": A_CHECK,

@@ -98,10 +98,10 @@ def moved(base: nn.Module, folder: Place) -> pd.DataFrame:
 
     Raises:
         Refusal: E-NOFILE for a folder of none of these, E-BASE for one of another base,
-            E-CONFIG for one that PEFT cannot load, E-KEYS for one whose tensors are not
-            those of its settings on this base, E-SHAPE for one whose tensors, experts or
-            sparse layers are of another shape or number, E-NONFINITE for NaN or
-            infinity in it or in the base's experts, E-MODEL for experts of another form.
+            E-CONFIG for one that PEFT cannot load. E-KEYS for tensors that are not those
+            of its settings on this base, E-SHAPE for others in shape or number.
+            E-NONFINITE for NaN or infinity in it or in the base's experts, E-MODEL for
+            experts of another form.
     """
     folder = Path(folder)
     before = sparse_layers(base)

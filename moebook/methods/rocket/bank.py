@@ -193,7 +193,7 @@ def train(
     }
     plan |= settings
     shape = {"rank": rank, "alpha": alpha, "targets": list(targets), "dropout": dropout}
-    facts = {**shape, "format": format, "max_length": max_length, **compared(plan)}
+    facts = {**shape, "format": format, "max_length": max_length, **_compared(plan)}
     paths = list(loras.linears(model, list(targets)))
     config = LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=paths
@@ -216,7 +216,7 @@ def train(
         path = Path(folder, name) if folder else None
         if path and path.is_dir():
             bank[name] = loras.read(path, model, base)
-            if not known_again(bank[name], known):
+            if not _known_again(bank[name], known):
                 refuse(
                     "E-EXISTS",
                     f"{path} was trained on other rows or settings: remove it",
@@ -233,7 +233,7 @@ def train(
     return bank
 
 
-def compared(plan: Mapping[str, Any]) -> dict[str, Any]:
+def _compared(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return what settings for `training.fit` say of a LoRA; of a penalty, that there is one."""
     given = plan.keys() - ASIDE - {"penalty"}
     recipe = Recipe(**{key: plan[key] for key in given})
@@ -241,7 +241,7 @@ def compared(plan: Mapping[str, Any]) -> dict[str, Any]:
     return facts | {"penalty": True} if plan.get("penalty") else facts
 
 
-def known_again(lora: Lora, known: Mapping[str, Any]) -> bool:
+def _known_again(lora: Lora, known: Mapping[str, Any]) -> bool:
     """Whether a LoRA was trained as is known; one without a digest is not asked for it."""
     found = dict(lora.provenance.get("training") or {})
     wanted = dict(known["training"])
