@@ -175,14 +175,13 @@ def _loaded(name: str, folder: Path | None) -> dict[str, Task]:
 
 
 def _check(name: str, task: Task) -> None:
-    """Refuse a task that runs code, has no right answers, or a metric that is not here."""
+    """Refuse a task that runs code, counts no answer as right, or lacks a metric here."""
     metrics = {entry["metric"] for entry in task.config.metric_list or ()}
     rolling = task.OUTPUT_TYPE == "loglikelihood_rolling"
     if rolling or (metrics and not metrics.intersection(METRICS)):
-        expected = (
-            f"expected one that measures {', '.join(METRICS[:-1])} or {METRICS[-1]}"
-        )
-        refuse("E-DATA", f"benchmark '{name}' has no right answers; {expected}")
+        measures = f"one that measures {', '.join(METRICS[:-1])} or {METRICS[-1]}"
+        counts = "does not count an answer as right or wrong"
+        refuse("E-DATA", f"benchmark '{name}' {counts}; expected {measures}")
     if not task.config.process_results:
         for metric, function in task._metric_fn_list.items():
             if function is None:

@@ -33,7 +33,7 @@ from moebook import storage
 from moebook.errors import Refusal, located, refuse, told
 from moebook.models import checkpoint, fingerprint
 from moebook.runtime import FOUND, RESUME, environment, processes, versions
-from moebook.settings import Place, record, settings
+from moebook.settings import Place, checked, record, settings
 
 KEPT = 2
 # Seconds between two checkpoints, and bytes a second that one may cost.
@@ -298,6 +298,14 @@ class Store:
         """The steps after which there is a checkpoint, in order."""
         names = (path.name[5:] for path in self.folder.glob("step-*"))
         return sorted(int(name) for name in names if name.isdecimal())
+
+
+@checked
+def own_folder(output: Place | None, name: str) -> Place | None:
+    """Return the folder in ``output`` for checkpoints of one of several trainings."""
+    if output is None or not os.fspath(output).strip():
+        return output  # an empty name is for `training.fit` to refuse
+    return Path(output, name)
 
 
 def store_of(

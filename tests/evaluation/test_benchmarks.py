@@ -201,13 +201,17 @@ def test_mbpp_lies_as_on_the_hub_and_lm_evals_own_way_of_running_it_is_refused(
     refused(words, benchmarks.load, ["mbpp_instruct"], tmp_path)
 
 
-def test_a_benchmark_without_right_answers_is_refused_before_anything_is_run(tmp_path):
+def test_a_benchmark_that_counts_no_answer_as_right_is_refused_before_it_is_run(
+    tmp_path,
+):
     answer = {"number": "3", "date": {"day": "", "month": "", "year": ""}, "spans": []}
     others = {"number": [], "date": [], "spans": []}
     row = {"query_id": "1", "passage": "Three.", "question": "How many?"}
     row |= {"answer": answer, "validated_answers": others}
     put(tmp_path, "EleutherAI/drop/validation.jsonl", [row])
-    words = "E-DATA: benchmark 'drop' has no right answers; expected one that measures"
+    words = (
+        "E-DATA: benchmark 'drop' does not count an answer as right or wrong; expected"
+    )
     refused(words, benchmarks.load, ["drop"], tmp_path)
 
 

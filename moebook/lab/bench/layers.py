@@ -220,11 +220,13 @@ def _frozen_ffn(h: Tensor, gate_up: Tensor, down: Tensor) -> Run:
 
 def _published(h: Tensor, routing: Routing, down: Tensor, up: Tensor) -> Tensor:
     """PESC Eq. 7 with Eq. 8, term by term: all experts on all tokens, residual too."""
-    gates = h.new_zeros(len(h), len(down))  # [T, E]
+    # [T, E], 0 where a token did not choose an expert.
+    gates = h.new_zeros(len(h), len(down))
     gates = gates.scatter(1, routing.ids, routing.weights.to(h.dtype))
     y = torch.zeros_like(h)
-    for expert, (first, second) in enumerate(zip(down, up, strict=True)):
-        y = y + gates[:, expert, None] * (F.gelu(h @ first) @ second + h)
+    for expert in range(len(down)):
+        adapted = F.gelu(h @ down[expert]) @ up[expert] + h  # Eq. 8
+        y = y + gates[:, expert, None] * adapted
     return y
 
 
@@ -232,13 +234,16 @@ def _grouped(h: Tensor, routing: Routing, down: Tensor, up: Tensor) -> Tensor:
     """Sort, two products of torch's grouped_mm, and back to the order of the tokens."""
     K = routing.ids.shape[1]
     order = routing.order  # [T K], slots sorted by expert; slot // K is its token
-    ends = routing.counts.cumsum(0).to(torch.int32)
+    ends = routing.counts.cumsum(0).to(torch.int32)  # [E], where an expert's slots end
+    tokens = h[order // K]  # [T K, D]
+    hidden = F.gelu(F.grouped_mm(tokens, down, offs=ends))
+    out = F.grouped_mm(hidden, up, offs=ends)
     gates = routing.weights.to(h.dtype).flatten()[order, None]
-    hidden = F.gelu(F.grouped_mm(h[order // K], down, offs=ends))
-    rows = F.grouped_mm(hidden, up, offs=ends) * gates
+    # Where each slot stands in the order: the sorting, undone.
     back = torch.empty_like(order)
     back[order] = torch.arange(len(back), device=back.device)
-    return h + rows[back].view(len(h), K, -1).sum(1)
+    slots = (out * gates)[back]
+    return h + slots.view(len(h), K, -1).sum(1)
 
 
 def mixed_loras(device: torch.device, T: int, D: int, R: int, N: int, K: int) -> Case:

@@ -314,12 +314,16 @@ def _reading(readings: list[str], found: Effect, sentence: str) -> str:
 
 
 def _names(text: str) -> tuple[dict[str, str], str]:
-    """Split the names that a page gives effects in its first lines from its text."""
+    """Split a page's head, lines ``name: effect`` between two of dashes, from its text."""
     if not text.startswith("---\n"):
         return {}, text
     head, _, body = text.removeprefix("---\n").partition("\n---\n")
-    pairs = [line.partition(": ") for line in head.splitlines() if line.strip()]
-    return {name: effect.strip() for name, _, effect in pairs}, body.lstrip("\n")
+    names = {}
+    for line in head.splitlines():
+        if line.strip():
+            name, _, effect = line.partition(": ")
+            names[name] = effect.strip()
+    return names, body.lstrip("\n")
 
 
 def _sentence(body: str, match: re.Match[str]) -> str:

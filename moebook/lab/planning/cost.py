@@ -61,8 +61,9 @@ def machine(text: str) -> Machine:
         name = text
         number = "1"
     refuse_unknown(name, GPUS, "E-NAME", f"--gpu {text}: no GPU '{name}' is known;")
-    digits = number.lstrip("0")
-    if not 0 < len(digits) <= 5 or int(digits) > 10_000:
+    digits = number.lstrip("0") or "0"
+    # By their length first: Python reads no number of thousands of digits.
+    if len(digits) > 5 or not 1 <= int(digits) <= 10_000:
         refuse("E-RANGE", f"--gpu {text}: expected 1 to 10000 GPUs, as in h200x8")
     return Machine(name, GPUS[name], int(number))
 

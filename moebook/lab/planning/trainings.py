@@ -79,9 +79,8 @@ def _usual(notebook: str, given: Given) -> dict[str, Any]:
 
 def _bases(given: Given) -> Arms:
     rows = len(tasks.CATALOGUE) * given["train_rows"]
-    steps = given["epochs"] * -(
-        -rows // given["batch"]
-    )  # a pass ends in a smaller step
+    steps_a_pass = -(-rows // given["batch"])  # the last may be smaller
+    steps = given["epochs"] * steps_a_pass
     yield "all parameters", methods.full(), {"steps": steps}
 
 
@@ -109,7 +108,8 @@ def _rocket(given: Given) -> Arms:
         if arm is None:
             continue
         rows = arm.config.shots + arm.config.budget * arm.open_data
-        steps = given["epochs"] * -(-rows // given["batch"]) or given["steps"]
+        steps_a_pass = -(-rows // given["batch"])
+        steps = given["epochs"] * steps_a_pass or given["steps"]
         again = given["repeats"] if name == "mixture" else 1
         own = {"steps": steps, "turns": targets * (again + tries)}
         yield name, methods.mixture(arm.config, given["bank_rank"]), own

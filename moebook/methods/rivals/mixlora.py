@@ -291,9 +291,11 @@ def _part(old: nn.Module, config: Config, traced: dict[str, Any]) -> nn.Module:
     def gate(width: int) -> Gate:
         return Gate(mnn.Router(width, config.experts, config.top_k, **traced, **at))
 
-    if not hasattr(old, "in_features"):  # an MLP
+    is_mlp = not hasattr(old, "in_features")
+    if is_mlp:
         parts = {name: factors(getattr(old, name), config.experts) for name in GATED}
         return FFN(old, gate(old.gate_proj.in_features), parts, config)
+
     routed = config.placement == "projections"
     scale = config.alpha / config.rank
     down, up = factors(old, config.experts if routed else 1)

@@ -27,12 +27,13 @@ from moebook.errors import refuse
 from moebook.kernels.dispatch import FLOATS
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Data, Rows, Tuned
-from moebook.methods.rocket.bank import Bank, check, own_folder
+from moebook.methods.rocket.bank import Bank, check
 from moebook.methods.rocket.loras import Lora, attached
 from moebook.nn import evaluating
 from moebook.nn.batch import longest, vocabulary
 from moebook.settings import Count, Positive, Presets, checked, settings
 from moebook.training.batches import Batches
+from moebook.training.checkpoints import own_folder
 
 __all__ = [
     "Config",

@@ -236,13 +236,16 @@ def deduplicate(
     return np.asarray(duplicates(*both, threshold, rule=order))
 
 
-def _tensor(array: Array) -> Tensor:
-    """Return an array as a tensor, copied where torch cannot take it as it lies.
+def native(array: Array) -> Array:
+    """Return an array as torch takes it, copied if it does not.
 
-    Those are views from back to front, foreign bytes, and what must not be written.
+    It does not take views from back to front, foreign bytes, and what must not be written.
     """
-    native = array.dtype.newbyteorder("=")
-    return torch.from_numpy(np.require(array, native, ["C", "W"]))
+    return np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
+
+
+def _tensor(array: Array) -> Tensor:
+    return torch.from_numpy(native(array))
 
 
 def _check_shapes(shots: Array, block: Array) -> None:

@@ -34,6 +34,7 @@ from moebook.runtime import random_states_kept
 from moebook.settings import Count, Each, Place, Seed, Share, checked
 from moebook.storage import formed, locked
 from moebook.training.batches import Batches
+from moebook.training.checkpoints import own_folder
 from moebook.training.recipe import Recipe
 
 __all__ = [
@@ -250,14 +251,6 @@ def _known_again(lora: Lora, known: Mapping[str, Any]) -> bool:
         found = {key: value for key, value in found.items() if key not in ASIDE}
     alike = all(lora.provenance.get(key) == known[key] for key in ("data", "prompts"))
     return alike and found == wanted
-
-
-@checked
-def own_folder(output: Place | None, name: str) -> Place | None:
-    """Return the folder in ``output`` for checkpoints of one of several trainings."""
-    if output is None or not os.fspath(output).strip():
-        return output  # an empty name is for `training.fit` to refuse
-    return Path(output, name)
 
 
 def tune(

@@ -31,7 +31,7 @@ from moebook.errors import Refusal, refuse, told
 from moebook.kernels.dispatch import shapes
 from moebook.methods import rocket
 from moebook.methods.rocket import bank, loras
-from moebook.methods.rocket.augment import REPR_POOL, Augmentation, Encoder
+from moebook.methods.rocket.augment import REPR_POOL, Augmentation, Encoder, native
 from moebook.methods.rocket.config import Config
 from moebook.models.checkpoint import fingerprint
 from moebook.settings import FINITE, Count, Place, Seed, checked, settings
@@ -98,8 +98,7 @@ def choose(
     found where it cannot be read or its pages have checksums (pyarrow's ``write_page_checksum``).
     """
     shapes("choose", {"shots": (shots, "K D")}, empty="")
-    # As torch takes them: a view from back to front or foreign bytes it does not.
-    shots = np.require(shots, shots.dtype.newbyteorder("="), ["C", "W"])
+    shots = native(shots)
     budget = config.budget * (REPR_POOL if config.duplicates == "repr" else 1)
     files = _listed(Path(folder))
     about = (shots.tobytes(), str(shots.dtype), config, encoder, prompt, seed)

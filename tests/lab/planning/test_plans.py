@@ -64,6 +64,13 @@ def test_an_arm_that_is_trained_on_equal_flops_alone_is_planned_too():
     assert first.steps == alone.steps == given["steps"]
 
 
+def test_each_pass_over_few_rows_is_planned_as_a_step_of_its_own():
+    given = values("rocket", "paper", arms="shots_only", shots=5)
+    (found,) = plans.trainings("rocket", given)
+    assert given["batch"] >= 5
+    assert found.steps == given["epochs"] > 1
+
+
 def test_the_alignment_before_esfts_arms_is_planned_with_all_parameters():
     given = values("esft", "nano", arms="gate", align_steps=100)
     gate, alignment = plans.trainings("esft", given)

@@ -305,6 +305,8 @@ def test_a_protocol_is_its_file_as_papermill_reads_it_and_its_tier(fresh, tmp_pa
     assert toy.design("nano") == {"tier": "study", "top_k": 4, "fate": "well"}
     refused(r"E-PROTOCOL: toy has no protocol 'nan'.*mean 'nano'", toy.settings, "nan")
     refused(r"E-PROTOCOL: toy has no protocol 'a/nano'", toy.settings, "a/nano")
+    (fresh / "notebooks" / "01_toy.mine.v2.yaml").write_text("tier: study\n")
+    assert toy.settings("mine.v2")["tier"] == "study"
     (fresh / "notebooks" / "01_toy.nano.yaml").write_text("tier: smoke\n")
     refused(
         r"E-CONFIG.*tier = 'smoke'; expected study, gpu, paper", toy.settings, "nano"
