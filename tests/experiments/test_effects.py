@@ -1,10 +1,12 @@
 """Changed parameters that do nothing are told in one warning; those that do something are not."""
 
+import json
 import warnings
 
 import pytest
 
 from moebook import experiments
+from moebook.experiments.pesc import HELD_OUT
 from tests.experiments import draws
 
 IDLE = [
@@ -81,7 +83,7 @@ IDLE = [
         "lr",
         {"lr": 0.1},
     ),
-    ("pesc", {"mix": "slimorca"}, "rows_per_task", {"rows_per_task": 9}),
+    ("pesc", {"mix": "rows.jsonl"}, "rows_per_task", {"rows_per_task": 9}),
     ("router_init", {"rates": ""}, "rate_steps", {"rate_steps": 9}),
     ("router_init", {}, "chat", {"chat": True}),
     ("rocket", {}, "pool_sets", {"pool_sets": "Dolly"}),
@@ -118,6 +120,22 @@ WORKS = [
 ]
 
 
+@pytest.fixture
+def own_rows(tmp_path, monkeypatch):
+    """Write the file that a case names as its mixture, into the folder where it is looked for."""
+    write_rows(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+def write_rows(folder):
+    """Write sums to train on, some more than PESC holds out to measure routing."""
+    lines = []
+    for number in range(HELD_OUT + 100):
+        row = {"prompt": f"{number} + {number} =", "answer": str(2 * number)}
+        lines.append(json.dumps(row) + "\n")
+    (folder / "rows.jsonl").write_text("".join(lines))
+
+
 def told(name, settings, changed):
     """Return the warning of a notebook's check, or an empty text."""
     check = getattr(experiments, name).check
@@ -130,7 +148,7 @@ def told(name, settings, changed):
 
 @pytest.mark.parametrize(("name", "settings", "parameter", "changed"), IDLE)
 def test_a_changed_parameter_that_does_nothing_is_told(
-    name, settings, parameter, changed
+    name, settings, parameter, changed, own_rows
 ):
     line = told(name, settings, changed)
     assert line.startswith("W-IDLE: changed without effect in this run: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ Arguments = dict[str, Any]
 # Which argument, what kind, and what makes the bad value.
 Flaw = tuple[str, str, Callable[[], Any]]
 EVERY = "*"
+_SCRATCH = tempfile.TemporaryDirectory()  # it goes when this process ends
 FORM = "another form"  # a kind that is no fault: the result must be that of the healthy call
 
 
@@ -45,6 +47,11 @@ class Row:
     # Arguments of several values, which may come in any form that can be gone through.
     several: tuple[str, ...] = ()
     tolerance: float = 1e-4
+
+
+def new_folder() -> Path:
+    """Make an empty folder, which stays as long as the tests run."""
+    return Path(tempfile.mkdtemp(dir=_SCRATCH.name))
 
 
 def must(fits: bool) -> bool:

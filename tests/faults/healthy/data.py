@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from moebook import data
 from moebook.data import hub, reading, tasks, templates
 from moebook.data.encoding import IGNORED
 from tests import tokens
-from tests.faults.hostile import EVERY, Row
+from tests.faults.hostile import EVERY, Row, new_folder
 
 WHERE = "file:1"
 GSM = [
@@ -21,13 +20,13 @@ GSM = [
 
 @cache
 def folder():
-    """A folder of data sets, in the hub's form, that stays as long as the tests run."""
-    folder.kept = tempfile.TemporaryDirectory()
-    place = Path(folder.kept.name) / "openai" / "gsm8k" / "main"
+    """A folder of data sets, in the hub's form."""
+    root = new_folder()
+    place = root / "openai" / "gsm8k" / "main"
     place.mkdir(parents=True)
     lines = "".join(json.dumps(row) + "\n" for row in GSM)
     (place / "train.jsonl").write_text(lines)
-    return Path(folder.kept.name)
+    return root
 
 
 def file():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import tempfile
 from functools import cache
 from itertools import chain, combinations, permutations
 from pathlib import Path
@@ -20,7 +19,7 @@ from tests.faults.healthy import hosts
 from tests.faults.healthy.analysis import true_watched
 from tests.faults.healthy.evaluation import table
 from tests.faults.healthy.pesc import folder, logits
-from tests.faults.hostile import EVERY, Row, must
+from tests.faults.hostile import EVERY, Row, must, new_folder
 
 L = 2
 E = 4
@@ -227,7 +226,7 @@ def true_grouped(model, counts, size):
 
 def routing():
     """A file of published routing: two layers, one sample, two tokens."""
-    path = Path(tempfile.mkdtemp()) / "toy.routing.txt"
+    path = new_folder() / "toy.routing.txt"
     path.write_text("0\t0\t0\t1\t1\t2\t\t.5\t.25\t.5\t.125\n1\t0\t2\t0\t\t.5\t.5\n")
     return path
 
@@ -252,7 +251,7 @@ def true_replayed(path, experts, top_k, pooling, half):
 
 def clone():
     """A folder with the published scores of a task."""
-    place = Path(tempfile.mkdtemp())
+    place = new_folder()
     rows = {"token_scores": {"0": {"0": 1.0}}, "gate_scores": {"0": {"0": 1.0}}}
     (place / "toy.scores.json").write_text(json.dumps(rows))
     return place

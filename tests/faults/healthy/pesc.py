@@ -1,9 +1,7 @@
 """Calls of PESC that are right, and what they must come to."""
 
-import tempfile
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -12,7 +10,7 @@ from torch.nn import functional as F
 from moebook.methods import pesc
 from moebook.methods.pesc import measure
 from tests.faults.healthy import hosts
-from tests.faults.hostile import Row, must
+from tests.faults.hostile import Row, must, new_folder
 
 CONFIG = pesc.Config(
     experts=4, top_k=2, adapter_width=2, adapter_dropout=0.0, host="frozen"
@@ -28,7 +26,7 @@ CONFIGS = {
 
 def folder(name="saved"):
     """A folder that is not there yet, in one that is."""
-    return Path(tempfile.mkdtemp()) / name
+    return new_folder() / name
 
 
 def logits(model):
@@ -226,7 +224,7 @@ ROWS = {
         lambda model, folder: logits(moved()),
         more={
             "model": {"dense": hosts.host()},
-            "folder": {"there": Path(tempfile.mkdtemp())},
+            "folder": {"there": new_folder()},
         },
     ),
     "methods.pesc.load": Row(

@@ -1,10 +1,8 @@
 """Calls of Rocket that are right, and what they must come to."""
 
 import math
-import tempfile
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,7 +34,7 @@ from tests.faults.healthy.evaluation import spoilt, table, true_answer
 from tests.faults.healthy.loras import bank as made
 from tests.faults.healthy.loras import host, logits, lora, merged, nats, right
 from tests.faults.healthy.pesc import folder
-from tests.faults.hostile import EVERY, Row, must
+from tests.faults.hostile import EVERY, Row, must, new_folder
 
 CONFIG = rocket.Config(
     shots=2, candidates=3, experts=2, top_k=2, budget=3, threshold=0.9
@@ -198,7 +196,7 @@ def saved():
 @cache
 def written():
     """A folder of LoRAs in PEFT's form."""
-    place = Path(tempfile.mkdtemp()) / "bank"
+    place = new_folder() / "bank"
     place.mkdir()
     for name, one in made().items():
         loras.write(one, place / name)
@@ -488,7 +486,7 @@ def frame():
 @cache
 def opened():
     """A folder of open rows in two shards."""
-    place = Path(tempfile.mkdtemp())
+    place = new_folder()
     for number, part in enumerate((drawn(5, seed=1), drawn(4, seed=2))):
         lists = pa.FixedSizeListArray.from_arrays(pa.array(part.ravel()), 4)
         texts = [f"{number}.{row}" for row in range(len(part))]

@@ -1,14 +1,11 @@
 """Calls of training that are right, and losses written out that they must agree with."""
 
-import tempfile
-from pathlib import Path
-
 import torch
 from torch.nn import functional as F
 
 from moebook import training
 from tests.faults.healthy import hosts
-from tests.faults.hostile import EVERY, Row
+from tests.faults.hostile import EVERY, Row, new_folder
 
 
 def fit(train, **recipe):
@@ -23,7 +20,7 @@ def fit(train, **recipe):
 
 def folder():
     """A folder that is not there yet, in one that is."""
-    return Path(tempfile.mkdtemp()) / "checkpoints"
+    return new_folder() / "checkpoints"
 
 
 def pairs(rows):

@@ -15,7 +15,7 @@ from moebook.lab.run.session import NOTE, VALUE
 from moebook.training import loop
 from tests.book import own
 from tests.experiments import draws
-from tests.experiments.test_effects import IDLE
+from tests.experiments.test_effects import IDLE, write_rows
 
 # One task or target alone, where every protocol has several.
 ONE_TASK = {
@@ -208,8 +208,9 @@ def test_drawn_parameters_run_or_are_refused_before_any_work(number, rerun):
 
 
 @pytest.mark.parametrize("idle", drawn("idle", IDLE))
-def test_what_is_said_to_do_nothing_changes_no_value(idle, here):
+def test_what_is_said_to_do_nothing_changes_no_value(idle, here, recipes):
     name, settings, _, changed = idle
+    write_rows(recipes)
 
     def values(given):
         left = here(name, draws.smoke(name) | given)
