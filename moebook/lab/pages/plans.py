@@ -26,7 +26,8 @@ over two GPUs where one is asked for). "engine": DDP's buckets, FSDP2's gathered
 what the notebook holds beside; "paged": moments that main memory takes when the GPU is full,
 not in the sum. Assumptions: hours are at half of the roofline (--efficiency), with the change and
 without traffic between GPUs; rows are as long as may be (--tokens sets the mean); a price is a
-middle one of May 2026 (--price). Tests are not counted."""
+middle one of May 2026 (--price). Not counted: tests, the
+choice of experts and rows, PHATGOOSE's gates."""
 
 
 def plans(notebook: str, given: Mapping[str, Any], gpu: str, **how: Any) -> list[Plan]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from peft import LoraConfig
 from torch import nn
 
 from moebook.experiments import Arm
@@ -17,10 +18,12 @@ from moebook.methods import rocket
 from moebook.methods import upcycling as upcycled
 from moebook.methods.esft.score import check_gates
 from moebook.models.anatomy import count, sparse_layers
+from moebook.models.lora import put_on
 from moebook.models.skeleton import configuration, skeleton
 
 __all__ = [
     "Method",
+    "bank_lora",
     "esft",
     "full",
     "lora",
@@ -93,6 +96,20 @@ def mixture(config: rocket.Config, rank: int) -> Method:
         return rocket.apply.install(host, origin, down, up)
 
     return Method(("mixture", config, rank), made)
+
+
+def bank_lora(rank: int) -> Method:
+    """Train one LoRA on queries and values, as those of Rocket's bank are."""
+
+    def made(host: nn.Module) -> nn.Module:
+        paths = list(rocket.loras.linears(host, Q_AND_V))
+        dropout = rocket.bank.RECIPE["dropout"]
+        shape = LoraConfig(
+            r=rank, lora_alpha=rank, lora_dropout=dropout, target_modules=paths
+        )
+        return put_on(host, shape)
+
+    return Method(("bank_lora", rank), made)
 
 
 def lora(rank: int, scale: float, *, attention: bool = False) -> Method:

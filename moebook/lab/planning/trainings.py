@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ LENGTH = {
 def trainings(notebook: str, given: Given) -> list[Training]:
     """List what a notebook trains with these parameters, an entry an arm, each a run of its own.
 
-    Of the rows only the most tokens are known; tests, and choosing of experts and rows, are left
-    out.
+    Of the rows only the most tokens are known; tests, choosing of experts and rows, and
+    PHATGOOSE's gates are left out.
     """
     message = f"{notebook} trains nothing that a plan is known for;"
     refuse_unknown(notebook, TRAINED, "E-NOTEBOOK", message)
@@ -98,30 +99,78 @@ def _router_init(given: Given) -> Arms:
 
 
 def _rocket(given: Given) -> Arms:
-    """Plan the arms that mix: each is tuned once a target and rate, the mixture also again."""
+    """Plan the arms; those that mix are tuned once a target and rate, the mixture also again."""
     targets = len(given["targets"].split(","))
     rates = len(_listed(given["rates"]))
     tries = rates if rates > 1 else 0
     known = experiments.rocket.known(given)
-    for name in _arms(given, known):
+    asked = _arms(given, known)
+    main = experiments.rocket.main(given)
+    for name in asked:
         arm = known[name]
-        if arm is None:
-            continue
-        rows = arm.config.shots + arm.config.budget * arm.open_data
-        steps_a_pass = -(-rows // given["batch"])
-        steps = given["epochs"] * steps_a_pass or given["steps"]
-        again = given["repeats"] if name == "mixture" else 1
-        own = {"steps": steps, "turns": targets * (again + tries)}
-        yield name, methods.mixture(arm.config, given["bank_rank"]), own
+        if arm is not None:
+            rows = arm.config.shots + arm.config.budget * arm.open_data
+            again = given["repeats"] if name == "mixture" else 1
+            own = {"steps": _steps(given, rows), "turns": targets * (again + tries)}
+            yield name, methods.mixture(arm.config, given["bank_rank"]), own
+        elif name == "perplexity":  # the bank's first LoRAs, each tuned alone
+            single = replace(main, candidates=1, experts=1, top_k=1)
+            steps = _steps({**given, "steps": max(1, given["steps"] // 2)}, main.shots)
+            own = {"steps": steps, "turns": targets * given["tuned"] * (1 + tries)}
+            yield name, methods.mixture(single, given["bank_rank"]), own
+    # Every run trains a LoRA on each target's own set: the check for leaks is tried by it.
+    tried = tries if "expert_lora" in asked else 0
+    recipe = {**_own_recipe(given), "accumulate": given["accumulate"]}
+    yield "expert_lora", *_loras(recipe, given["whole_rows"], targets * (tried or 1))
+    if experiments.rocket.makes_bank(given):
+        yield "LoRAs of the bank", *_bank(given, given["bank_rank"])
+    again = _listed(given["retrain"])
+    if again:
+        shipped = {**rocket.bank.TABLE_12, **rocket.bank.RECIPE}
+        yield "LoRAs retrained", *_loras(shipped, rocket.bank.ROWS, len(again))
+
+
+def _steps(given: Given, rows: int) -> int:
+    """Count the steps of so many passes over so many rows, where ``epochs`` says it."""
+    steps_a_pass = -(-rows // given["batch"])
+    return int(given["epochs"] * steps_a_pass or given["steps"])
+
+
+def _own_recipe(given: Given) -> dict[str, Any]:
+    """Return how a LoRA on a target's own set is trained: as the shipped bank's, or the paper's."""
+    recipe = dict(rocket.bank.TABLE_12)
+    return recipe | rocket.bank.RECIPE if given["source"] == "embedded" else recipe
+
+
+def _bank(given: Given, rank: int, banks: int = 1) -> tuple[Method, dict[str, Any]]:
+    """Plan the LoRAs of so many banks, which the run trains itself."""
+    names = _listed(given["members"]) or rocket.bank.EMBEDDED
+    recipe = {**rocket.bank.RECIPE, "rank": rank, "epochs": given["bank_epochs"]}
+    return _loras(recipe, given["bank_rows"], banks * len(names))
+
+
+def _loras(recipe: Given, rows: int, turns: int) -> tuple[Method, dict[str, Any]]:
+    """Plan LoRAs that are trained one after another, each on at most so many rows."""
+    own = {
+        "steps": recipe["epochs"] * -(-rows // recipe["batch"]),
+        "turns": turns,
+        "batch": recipe["batch"],
+        "accumulate": recipe.get("accumulate", 1),
+        "length": recipe.get("max_length", LENGTH["rocket"]),
+    }
+    return methods.bank_lora(recipe.get("rank", 16)), own
 
 
 def _banks(given: Given) -> Arms:
-    """Plan the mixtures; the LoRAs of the two banks are trained before, one after another."""
+    """Plan the mixtures, and the LoRAs of the banks of both kinds, which are trained before."""
     config = experiments.banks.main(given)
+    rank = rocket.bank.RECIPE["rank"]
     turns = len(given["targets"].split(",")) * given["draws"]
     for name in experiments.banks.check(given):
-        method = methods.mixture(config, rocket.bank.RECIPE["rank"])
-        yield name, method, {"turns": turns * len(experiments.banks.kinds(name))}
+        kinds = len(experiments.banks.kinds(name))
+        yield name, methods.mixture(config, rank), {"turns": turns * kinds}
+    kinds = len(experiments.banks.KINDS)
+    yield "LoRAs of the banks", *_bank(given, rank, banks=kinds)
 
 
 def _rivals(given: Given) -> Arms:
@@ -129,7 +178,8 @@ def _rivals(given: Given) -> Arms:
     whole = len(rocket.bank.SOURCES)
     sizes = {"whole": whole, "with_target": whole + 1, "chosen": given["experts"]}
     known = table.arms(whole, **picked(given, "experts top_k rate searches"))
-    turns = len(given["targets"].split(",")) * (1 + len(_listed(given["rates"])))
+    targets = len(given["targets"].split(","))
+    turns = targets * (1 + len(_listed(given["rates"])))
     for name in _arms(given, known):
         arm = known[name]
         if arm.rated:
@@ -138,6 +188,11 @@ def _rivals(given: Given) -> Arms:
                 candidates=experts, experts=experts, top_k=min(2, experts)
             )
             yield name, methods.mixture(config, 16), {"turns": turns}
+        elif name == "expert_lora":
+            recipe = {**_own_recipe(given), "epochs": given["bank_epochs"]}
+            yield name, *_loras(recipe, given["whole_rows"], targets)
+    if experiments.rocket.makes_bank(given):
+        yield "LoRAs of the bank", *_bank(given, 16)
 
 
 def _esft(given: Given) -> Arms:

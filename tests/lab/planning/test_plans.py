@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from moebook import experiments
+from moebook import experiments, models
 from moebook.lab import planning
 from moebook.lab.pages import plans
 from moebook.lab.run import parameters, sources, study
+from moebook.methods import rocket
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -39,7 +40,7 @@ def values(name, protocol="paper", **changes):
 )
 def test_plans_say_what_fits_80_gb_and_what_would(name, arms, change):
     alone = {"again": arms} if name == "together" else {}
-    (found,) = plans.plans(name, values(name, arms=arms, **alone), "h100")
+    found, *_ = plans.plans(name, values(name, arms=arms, **alone), "h100")
     assert found.change == change
     assert found.fits == (change == "")
     assert found.chosen_need.total <= 80e9
@@ -66,9 +67,61 @@ def test_an_arm_that_is_trained_on_equal_flops_alone_is_planned_too():
 
 def test_each_pass_over_few_rows_is_planned_as_a_step_of_its_own():
     given = values("rocket", "paper", arms="shots_only", shots=5)
-    (found,) = plans.trainings("rocket", given)
+    found, own = plans.trainings("rocket", given)
     assert given["batch"] >= 5
     assert found.steps == given["epochs"] > 1
+    assert own.name == "expert_lora"
+
+
+def test_loras_that_a_run_of_rocket_trains_are_planned_with_their_steps(tmp_path):
+    given = values(
+        "rocket",
+        "cpu",
+        arms="mixture,perplexity",
+        targets="kinship_told,copyleft",
+        rates="0.01",
+        steps=25,
+        tuned=3,
+        whole_rows=60,
+        members="sums,gcd",
+        candidates=2,
+        experts=2,
+        bank_folder=str(tmp_path / "new"),
+        bank_rows=70,
+        bank_epochs=2,
+    )
+    every = {one.name: one for one in plans.trainings("rocket", given)}
+    mixture, alone, own, bank = every.values()
+    assert list(every) == ["mixture", "perplexity", "expert_lora", "LoRAs of the bank"]
+    assert (alone.steps, alone.turns) == (12, 2 * 3)
+    # The shipped bank's recipe: 6 passes in batches of 32, over two; the bank's own are 2 over 3.
+    assert (own.steps, own.turns, own.batch, own.length) == (6 * 2, 2, 32, 200)
+    assert (bank.steps, bank.turns, bank.batch, bank.length) == (2 * 3, 2, 32, 200)
+    host = mixture.host
+    model, _ = models.load(host)
+    a_rank = sum(
+        layer.in_features + layer.out_features
+        for layer in rocket.loras.linears(model, ["q_proj", "v_proj"]).values()
+    )
+    assert planning.size(bank, 1, False).trained == 16 * a_rank
+
+
+def test_rates_of_expert_lora_and_retrained_loras_are_planned():
+    given = values("rocket", "cpu", arms="expert_lora", rates="0.01,0.02,0.03")
+    (own,) = plans.trainings("rocket", given)
+    assert own.turns == 3 * len(given["targets"].split(","))
+    own, again = plans.trainings("rocket", given | {"retrain": "licence,names_de"})
+    assert (again.name, again.turns) == ("LoRAs retrained", 2)
+    assert again.steps == 6 * 63  # 2,000 rows in batches of 32
+
+
+def test_loras_of_both_kinds_of_banks_are_planned():
+    given = values(
+        "banks", "cpu", members="sums,gcd,licence", bank_rows=64, candidates=3
+    )
+    *_, loras = plans.trainings("banks", given)
+    assert (loras.name, loras.turns) == ("LoRAs of the banks", 2 * 3)
+    assert loras.steps == given["bank_epochs"] * 2
 
 
 def test_the_alignment_before_esfts_arms_is_planned_with_all_parameters():
