@@ -18,7 +18,7 @@ import yaml
 from moebook import storage
 from moebook.errors import Refusal, refuse
 from moebook.lab import papers
-from moebook.lab.papers.printed import FROZEN, SIZED, WRITTEN, frozen_hash
+from moebook.lab.papers.printed import FROZEN, PRESUPPOSES, SIZED, WRITTEN, frozen_hash
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULTS = {"under": {}, "exact": False}  # of a claim's fields; None else
@@ -84,7 +84,7 @@ def _git(folder: Path, *words: str) -> str:
 
 def _hash(entry: dict[str, Any]) -> str:
     """Hash what an entry says, with the limits of sizes as floats, as `papers.Claim` reads them."""
-    names = (*FROZEN, *SIZED)
+    names = (*FROZEN, *SIZED, PRESUPPOSES)
     says = {name: entry.get(name, DEFAULTS.get(name)) for name in names}
     if says["times"]:
         says["times"] = [float(limit) for limit in says["times"]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -54,7 +54,7 @@ def read(folder: Path) -> list[Design]:
             said = notebook.facts(protocol)
             pool = pools.get(protocol)
             facts = {fact: text for fact, text in said.items() if fact in DECIDED}
-            facts |= _computed(facts, pools, protocol, folder)
+            facts |= _computed(facts, pools, notebook, protocol, folder)
             facts |= _departures(folder, notebook, protocol, pool)
             if RUNNING in facts:
                 facts.pop("Found", None)  # nobody looks before all is there
@@ -64,7 +64,12 @@ def read(folder: Path) -> list[Design]:
                     name,
                     protocol,
                     facts,
-                    filled(_prose(head), pools, f"{name}/{protocol}"),
+                    filled(
+                        _prose(head),
+                        pools,
+                        f"{name}/{protocol}",
+                        sources.planned(notebook, protocol),
+                    ),
                     pool,
                     pool.lacking(arms) if pool else "",
                     notebook.decides(protocol),
@@ -167,10 +172,13 @@ def _told(text: str) -> dict[str, str]:
     return facts
 
 
-def filled(text: str, pools: Mapping[str, Pool], home: str) -> str:
+def filled(
+    text: str, pools: Mapping[str, Pool], home: str, planned: Collection[int] = ()
+) -> str:
     """Fill what stands between braces in a protocol's head, as `prose.filled` does.
 
-    ``home`` is ``notebook/protocol``. Where a pool has no run yet, that is said.
+    ``home`` is ``notebook/protocol``. Where a pool has no run yet, or an arm of the home has still
+    to run with some of the ``planned`` seeds, that is said: nobody looks before.
     """
     notebook, _, protocol = home.partition("/")
     evidence = prose.Evidence({notebook: pools}, home=home)
@@ -181,6 +189,8 @@ def filled(text: str, pools: Mapping[str, Pool], home: str) -> str:
         where = elsewhere[1] if elsewhere else protocol
         if where.removeprefix(f"{notebook}/") not in pools:
             return f"(no pool {where} on record)"
+        if not elsewhere and pools[protocol].unfinished(effect.split(), planned):
+            return "(still running)"
         return prose.filled(match[0], evidence, f"head of {protocol}")
 
     return re.sub(r"\{([^{}]+)\}", written, text)
@@ -230,20 +240,37 @@ def _test_rows(facts: Mapping[str, str]) -> int:
     return int(text)
 
 
+def _rows_that_ran(measure: str, ran: Pool | None) -> int:
+    """Count the test rows of a primary measure's effects; 0 where it has none, or did not run."""
+    value, less, other = measure.partition(" less ")
+    if ran is None or not less:
+        return 0
+    effects = ran.effects(value, prose.reference(other))
+    return effects.shape[1] if len(effects) and effects.shape[1] > 1 else 0
+
+
 def _computed(
-    facts: Mapping[str, str], pools: Mapping[str, Pool], protocol: str, folder: Path
+    facts: Mapping[str, str],
+    pools: Mapping[str, Pool],
+    notebook: sources.Notebook,
+    protocol: str,
+    folder: Path,
 ) -> dict[str, str]:
     """What follows from a head's facts and the pools: the chance to see the effect; what was seen.
 
-    The chance is simulated from the spread on record.
+    The chance is simulated from the spread on record, for as many test rows as the runs turned out
+    to have.
     """
     computed: dict[str, str] = {}
     ran = pools.get(protocol)
+    home = f"{notebook.name}/{protocol}"
     planned = all(name in facts for name in (PRIMARY, SMALLEST, SEEDS, SPREAD))
     effects = _on_record(facts, pools, folder) if planned else None
     if effects is not None:
         smallest = _number(facts[SMALLEST])
-        seen = partial(sees, effects, smallest, items=_test_rows(facts))
+        rows = _test_rows(facts)
+        counted = _rows_that_ran(facts[PRIMARY], ran)
+        seen = partial(sees, effects, smallest, items=counted or rows)
         number = len(lists.seeds(f"{protocol}: {SEEDS}", facts[SEEDS]))
         if number < 2:
             told = "expected two or more, as one seed has no spread"
@@ -252,14 +279,15 @@ def _computed(
         had = len(ran.seeds) if ran else 0
         if 1 < had < number:
             said += f", {seen(had):.0%} with the {had} that have run"
+        if rows and counted and counted != rows:
+            said += f": it has {counted:,} test rows, not {rows:,}"
         computed["Chance to see it"] = said
     if ran is None:
         return computed
     measure = facts.get(PRIMARY, "")
     if re.fullmatch(r"\S+/\S+ less \S+( and \S+)*", measure):
-        computed["Found"] = filled(
-            f"{{{measure}}}", pools, f"{ran.notebook}/{protocol}"
-        )
+        planned_seeds = sources.planned(notebook, protocol)
+        computed["Found"] = filled(f"{{{measure}}}", pools, home, planned_seeds)
     held = ran.at_end(*ran.rates)
     if held:
         computed["At an end of its rates"] = held

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -231,6 +232,21 @@ def side(claim: Claim, low: float, high: float) -> int:
     return -int(high < target - tolerance or low > target + tolerance)
 
 
+def _precedes(manifest: Mapping[str, Any], claim: Claim) -> bool:
+    """Whether a run began before a claim said what it says.
+
+    Runs name the claims of their day. Older ones do not: what stands in their place is the time
+    since which the claim says it, and when the run began, as its date is that of its end.
+    """
+    if "claims" in manifest:
+        return claim.id not in manifest["claims"]
+    if "date" not in manifest or claim.since is None:
+        return False
+    ended = datetime.fromisoformat(manifest["date"])
+    began = ended - timedelta(seconds=manifest.get("seconds", 0))
+    return began < datetime.fromisoformat(claim.since)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What is known of a claim at one scale: the measurement that decides it, and the others."""
@@ -256,16 +272,12 @@ class Verdict:
     @property
     def late(self) -> bool:
         """Whether the claim came to say what it says after the first run that decides it."""
-        claim = self.claim
         measured = self.deciding
         if measured is None:
             return False
-        seeds = measured.pool.having(*claim.values)
+        seeds = measured.pool.having(*self.claim.values)
         runs = [run.manifest for run in measured.pool.runs if run.seed in seeds]
-        if any(claim.id not in run["claims"] for run in runs if "claims" in run):
-            return True
-        dates = [run.get("date") for run in runs]
-        return any(date and claim.since and date < claim.since for date in dates)
+        return any(_precedes(run, self.claim) for run in runs)
 
     @property
     def label(self) -> str:
@@ -345,22 +357,33 @@ def row(
     claim: Claim,
     pools: Iterable[Pool],
     deciders: Mapping[str, Collection[int]] | None = None,
+    plans: Mapping[str, Collection[int]] | None = None,
 ) -> Row:
     """Measure a claim in pools; those of the protocols ``deciders`` decide, one a scale.
 
     ``deciders`` holds for each the seeds that its head plans; it decides once all have measured
-    the claim, so that nobody stops an arm where the result looks good. What is computed needs no
-    decider: the newest pool is taken, and the others must agree. The run that a page shows is taken
-    where there is no other.
+    the claim, and by these alone, so that nobody stops an arm, or adds to it, where the result
+    looks good. ``plans`` are such seeds of all protocols: nothing is measured of arms that have
+    still to run with some of them. What is computed needs no decider: the newest pool is taken, and
+    the others must agree. The run that a page shows is taken where there is no other.
     """
+    if deciders is None:
+        deciders = {}
+    if plans is None:
+        plans = {}
     scales: dict[str, list[Measurement]] = {}
     for pool in sorted(pools, key=lambda pool: pool.rank):
+        if pool.unfinished(claim.values, plans.get(pool.protocol, ())):
+            continue
+        planned = deciders.get(pool.protocol)
+        if planned and pool.having(*claim.values).issuperset(planned):
+            pool = pool.of_seeds(planned)
         measured = measure(claim, pool)
         if measured:
             scales.setdefault(pool.scale, []).append(measured)
     verdicts = []
     for scale, every in sorted(scales.items(), key=lambda pair: store.size(pair[0])):
-        deciding = [one for one in every if _may_decide(one, deciders or {})]
+        deciding = [one for one in every if _may_decide(one, deciders)]
         if not deciding and all(one.exact for one in every):
             committed = [one for one in every if one.pool.protocol != LIVE]
             deciding = [max(committed or every, key=_day)]
@@ -400,9 +423,12 @@ def ledger(
     names = {claim.run for claim in claims}
     pools = {name: sources.pools(name, place, shown=live) for name in names}
     deciders = sources.deciders(place)
-    rows = [
-        row(one, pools[one.run].values(), deciders.get(one.id, {})) for one in claims
-    ]
+    plans = sources.plans(place)
+    rows = []
+    for claim in claims:
+        of_claim = deciders.get(claim.id, {})
+        of_notebook = plans.get(claim.run, {})
+        rows.append(row(claim, pools[claim.run].values(), of_claim, of_notebook))
     for one in rows:
         for verdict in one.decided:
             _frozen(verdict)
@@ -494,8 +520,9 @@ def chance(rows: Sequence[Row]) -> Chance:
 def _tests_a_direction(measured: Measurement) -> bool:
     claim = measured.claim
     sampled = measured.interval is not None and measured.effects.size > 1
-    directed = claim.direction in ("greater", "less") and not claim.untestable
-    return measured.enough and sampled and directed
+    directed = claim.direction in ("greater", "less")
+    testable = not claim.untestable and measured.presupposed
+    return measured.enough and sampled and directed and testable
 
 
 def seeds(number: int) -> str:

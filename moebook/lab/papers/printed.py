@@ -56,6 +56,8 @@ FROZEN = (
 """Fields of a claim that its verdict depends on."""
 SIZED = ("sizes", "times")
 """Such fields of a claim on how many times another arm's weights one trains."""
+PRESUPPOSES = "presupposes"
+"""Such a field of a claim that says nothing where another value does not lie above a third."""
 WRITTEN = "written.json"
 """Record of when each claim was written, by `recipes.claims` from git's history."""
 NUMBER = re.compile(
@@ -159,6 +161,8 @@ def _frame(path: Path) -> pd.DataFrame:
     if not set(FIXED) <= set(names) or tuple(names[-3:]) != FIXED[2:]:
         expected = "columns row, column, [keys], printed, unit, mark"
         _malformed(path, start + 1, f"{expected}; found {names}")
+    if len(set(names)) < len(names):
+        _malformed(path, start + 1, f"each column once; found {names}")
     cells = []
     for fields in reader:
         line = start + reader.line_num
@@ -287,7 +291,8 @@ class Claim:
     @property
     def frozen(self) -> str:
         """Hash of all that decides its verdict; runs keep it (`verdicts.ledger`)."""
-        return frozen_hash({name: getattr(self, name) for name in (*FROZEN, *SIZED)})
+        names = (*FROZEN, *SIZED, PRESUPPOSES)
+        return frozen_hash({name: getattr(self, name) for name in names})
 
     @property
     def since(self) -> str | None:
@@ -319,11 +324,12 @@ def claims(paper: str | None = None) -> list[Claim]:
 
 
 def frozen_hash(parts: Mapping[str, Any]) -> str:
-    """Hash the `FROZEN` fields of a claim, and `SIZED` where it has limits."""
-    deciding = {}
-    for name, part in parts.items():
-        if name not in SIZED or parts["times"]:
-            deciding[name] = part
+    """Hash the `FROZEN` fields of a claim; `SIZED` and `PRESUPPOSES` where they are given."""
+    deciding = {name: parts[name] for name in FROZEN}
+    if parts["times"]:
+        deciding |= {name: parts[name] for name in SIZED}
+    if parts[PRESUPPOSES]:
+        deciding[PRESUPPOSES] = parts[PRESUPPOSES]
     text = json.dumps(deciding, sort_keys=True)
     return text_digest(text)[:16]
 

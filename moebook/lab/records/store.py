@@ -141,6 +141,15 @@ class Pool:
         counts = ", ".join(f"{arm} {count}" for arm, count in short.items())
         return f" (of these: {counts})"
 
+    def unfinished(self, names: Iterable[object], planned: Collection[int]) -> bool:
+        """Whether an arm in values' names has still to run with seeds that were planned."""
+        words = {*"/".join(map(str, names)).split("/")}
+        return any(
+            not set(seeds).issuperset(planned)
+            for arm, seeds in self.arms.items()
+            if arm in words
+        )
+
     def of_seeds(self, seeds: Collection[int]) -> Pool:
         """Return the pool of the runs of these seeds alone."""
         return replace(self, runs=tuple(run for run in self.runs if run.seed in seeds))

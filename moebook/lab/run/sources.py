@@ -226,20 +226,31 @@ def pools(name: str, folder: Path, *, shown: bool = False) -> dict[str, Pool]:
 
 
 def planned(notebook: Notebook, protocol: str) -> frozenset[int]:
-    """Return the seeds that a claim waits for: all that a head plans, none where it stopped."""
-    if STOPPED in notebook.facts(protocol):
-        return frozenset()
+    """Return the seeds that decide: those that a head plans; none where it plans none, or stopped.
+
+    A claim waits for them, those included that repeat the study (`OTHERS`).
+    """
     first = notebook.seeds(protocol)
+    if not first or STOPPED in notebook.facts(protocol):
+        return frozenset()
     return frozenset({*first, *notebook.seeds(protocol, OTHERS)})
+
+
+def plans(folder: Path) -> dict[str, dict[str, frozenset[int]]]:
+    """Return the seeds that are `planned`, by notebook and protocol."""
+    return {
+        name: {one: planned(notebook, one) for one in notebook.protocols}
+        for name, notebook in notebooks(folder).items()
+    }
 
 
 def deciders(folder: Path) -> dict[str, dict[str, frozenset[int]]]:
     """Return by claim the protocols that decide it, as their heads say (``Decides: id, id``).
 
-    With each come the seeds that its head plans: before all of them have measured a claim, it
-    decides nothing of it. One that is still running decides nothing yet. A claim that does not
-    exist or belongs to another notebook is refused, and so are two protocols of one scale that
-    decide the same claim (E-CONFIG).
+    With each come the seeds that are `planned`, which alone decide; before all of them have
+    measured a claim, it decides nothing of it. One that is still running decides nothing yet. A
+    claim that does not exist or belongs to another notebook is refused, and so are two protocols of
+    one scale that decide the same claim (E-CONFIG).
     """
     known = {claim.id: claim for claim in papers.claims()}
     protocols: dict[str, dict[str, frozenset[int]]] = {}

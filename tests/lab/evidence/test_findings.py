@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -466,6 +467,32 @@ def test_what_a_head_names_between_braces_is_written_from_the_pools():
             pools,
             "pesc/nano",
         )
+
+
+def test_a_head_says_nothing_of_arms_that_still_run():
+    runs = pool(*HOLDS).runs
+    arms = ("sparse", "dense")
+    assert all(f"/{arm}/" in f"{CLAIM.value} {CLAIM.reference}" for arm in arms)
+    one = Pool("pesc", "nano", tuple(replace(run, arms=arms) for run in runs))
+    pair = f"{{{CLAIM.value} less {CLAIM.reference}}}"
+    seeds = range(len(runs))
+    told = heads.filled(pair, {"nano": one}, "pesc/nano", seeds)
+    assert told == heads.filled(pair, {"nano": one}, "pesc/nano") != "(still running)"
+    more = range(len(runs) + 1)
+    assert heads.filled(pair, {"nano": one}, "pesc/nano", more) == "(still running)"
+
+
+def test_a_designs_chance_is_that_of_the_test_rows_that_its_measure_has():
+    """PESC's `eq6` names the rows of accuracy; its measure is one of layers, on others."""
+    designs = {
+        (one.notebook, one.protocol): one
+        for one in heads.read(Path(__file__).parents[3])
+    }
+    design = designs["pesc", "eq6"]
+    assert design.facts["Test rows"] == "7465"
+    told = design.facts["Chance to see it"]
+    assert told.endswith(": it has 2,000 test rows, not 7,465")
+    assert int(told.partition("%")[0]) < 70
 
 
 def test_recorded_benchmarks_stand_beside_chance_and_their_model_card(pools):

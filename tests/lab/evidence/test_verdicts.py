@@ -198,6 +198,42 @@ def test_arms_that_ran_fewer_seeds_than_their_head_plans_decide_nothing_yet():
         assert row(DIRECTION, [every], {"nano": planned}).labels == (label,)
 
 
+def test_seeds_that_no_head_planned_do_not_count_in_a_verdict():
+    """Else one could add seeds to an arm where its result nearly looks good."""
+    scores = [*STUDY, 0.2]  # the last of which turns the verdict
+    every = pool("study", *([accuracy("a", s), accuracy("b", 0.4)] for s in scores))
+    (judged,) = row(DIRECTION, [every], {"nano": range(3)}).verdicts
+    assert judged.label == "direction holds"
+    assert judged.deciding.seeds == 3
+    assert row(DIRECTION, [every], {"nano": ()}).labels != ("direction holds",)
+
+
+def test_nothing_is_measured_of_arms_that_still_run():
+    """Whether their pool decides the claim or not: nobody looks before all seeds are there."""
+    seeds = [[accuracy("a", score), accuracy("b", 0.4)] for score in STUDY]
+    runs = pool("study", *seeds, [accuracy("b", 0.4)]).runs
+    arms = [("a", "b")] * 3 + [("b",)]
+    runs = tuple(replace(run, arms=a) for run, a in zip(runs, arms, strict=True))
+    every = Pool("pesc", "nano", runs)
+    assert row(DIRECTION, [every], {}, {"nano": range(4)}).verdicts == ()
+    assert (
+        row(DIRECTION, [every], {"nano": range(4)}, {"nano": range(4)}).verdicts == ()
+    )
+    for planned in ((), range(3)):
+        (judged,) = row(DIRECTION, [every], {}, {"nano": planned}).verdicts
+        assert judged.shown.seeds == 3
+    # A claim of the arm that has run with all of them is measured.
+    alone = replace(DIRECTION, value="pesc/b/accuracy", reference=0.1)
+    assert row(alone, [every], {}, {"nano": range(4)}).verdicts
+
+
+def test_what_a_claim_presupposes_is_frozen_with_it():
+    presupposing = replace(DIRECTION, presupposes=("pesc/b/nll", "pesc/c/nll"))
+    assert presupposing.frozen != DIRECTION.frozen
+    other = replace(DIRECTION, presupposes=("pesc/b/nll", "pesc/d/nll"))
+    assert other.frozen != presupposing.frozen
+
+
 def test_no_committed_verdict_rests_on_fewer_seeds_than_were_planned():
     deciders = sources.deciders(ROOT)
     for judged in verdicts.ledger(ROOT, live=False):
@@ -205,6 +241,8 @@ def test_no_committed_verdict_rests_on_fewer_seeds_than_were_planned():
             measured = verdict.deciding
             planned = deciders.get(judged.claim.id, {}).get(measured.pool.protocol, ())
             assert measured.pool.having(*judged.claim.values) >= {*planned}
+            if planned:
+                assert {*measured.pool.seeds} == {*planned}
     crsu = deciders["router_init.consistency-8"]["crsu"]
     assert crsu == {*range(10, 18)}
 
