@@ -130,7 +130,7 @@ def told(error: Exception, what: str = "") -> Refusal:
 def _read(error: Exception) -> tuple[str, str]:
     """Return the code of an exception that is no refusal, and what it says, with a fix."""
     whole = f"{type(error).__name__}: {error!s}"
-    if lacks_memory(whole):
+    if _by_memory(error, whole):
         return "E-MEMORY", no_memory(whole.removesuffix(": "))
     reason = f"{type(error).__name__}: {error!s:.400}".removesuffix(": ")
     number = _of_system(error)
@@ -139,6 +139,13 @@ def _read(error: Exception) -> tuple[str, str]:
     if number in FULL:
         reason += "; make room there"
     return SYSTEM.get(number, "E-OS"), reason
+
+
+def _by_memory(error: Exception, whole: str) -> bool:
+    """Whether memory ran out; the path that an error of the system names says nothing of it."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.errno == errno.ENOMEM or lacks_memory(error.strerror)
+    return lacks_memory(whole)
 
 
 def _of_system(error: Exception) -> int | None:

@@ -1,4 +1,7 @@
-"""Parameters that hold several values in one text: names, numbers, rates, rates by name."""
+"""Parameters that hold several values in one text: names, numbers, rates, rates by name.
+
+Blanks around the commas do not count.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,11 @@ def listed(name: str, text: str, known: Iterable[str]) -> list[str]:
         if one in names[:place]:
             refuse("E-RANGE", f"{name} lists '{one}' twice")
     return names
+
+
+def tight(text: str) -> str:
+    """Leave out the blanks around the commas of a list, and at its ends."""
+    return ",".join(part.strip() for part in text.split(","))
 
 
 def arms(text: str, known: Iterable[str]) -> list[str]:
@@ -69,9 +77,9 @@ def _each_once(name: str, text: str, read: Callable[[str, str], float]) -> list[
     """Read each part of a list; two are the same if recorded values would name them alike."""
     numbers: dict[str, float] = {}
     for part in _parts(name, text):
-        if not part.strip():
+        if not part:
             continue
-        number = read(f"{name} lists '{part.strip()}'", part)
+        number = read(f"{name} lists '{part}'", part)
         written = f"{number:g}"
         if written in numbers:
             equal = number == numbers[written]
@@ -91,7 +99,7 @@ def rates_by_name(
     rates: dict[str, float] = {}
     choices = None if known is None else list(known)
     for part in _parts(name, text):
-        if not part.strip():
+        if not part:
             continue
         key, equals, number = (piece.strip() for piece in part.partition("="))
         if not equals:
@@ -111,7 +119,7 @@ def _parts(name: str, text: str) -> list[str]:
     """Split a text at its commas; a list that is split already is refused (E-TYPE)."""
     if not isinstance(text, str):
         refuse("E-TYPE", f"{name} is {shown(text)}, expected a text with commas")
-    return text.split(",")
+    return tight(text).split(",")
 
 
 def _number(given: str, text: str) -> float:

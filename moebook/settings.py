@@ -77,6 +77,11 @@ def _name_of_a_file(place: Any) -> Any:
     return place
 
 
+def _at_home(place: Any) -> Any:
+    name = os.fspath(place)
+    return os.path.expanduser(name) if name.startswith("~") else place
+
+
 SIZE = 2**20  # the largest width, rank or number of experts, which no model comes near
 LONGEST_NAME = 255  # bytes, on the file systems of Linux, macOS and Windows
 Count = Annotated[int, Field(ge=1)]
@@ -90,7 +95,8 @@ FINITE = AfterValidator(_finite)
 """Stands in the annotation of a tensor or an array without NaN and infinity."""
 NAMED = AfterValidator(_name_of_a_file)
 """Stands in the annotation of the name of a file or folder, which need not be there."""
-Place = Annotated[str | os.PathLike[str], NAMED]
+Place = Annotated[str | os.PathLike[str], NAMED, AfterValidator(_at_home)]
+"""Stands in the annotation of a file or folder: the function gets ``~`` as the user's home."""
 
 
 def _gathered(values: Any) -> tuple[Any, ...]:

@@ -123,6 +123,9 @@ class Recipe:
             refuse("E-NOFILE", f"no recipe at {path}; expected <base>/recipe.yaml")
         try:
             with formed(path) as content:
+                if not isinstance(content, dict):
+                    expected = "expected a mapping of model_type, config and the others"
+                    refuse("E-CONFIG", f"holds {shown(content)}, {expected}")
                 return cls(**content)
         except Refusal as refusal:
             refuse("E-CONFIG", f"{path}: {refusal.message}")

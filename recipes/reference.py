@@ -35,7 +35,7 @@ INDEX = """\
 # Reference
 
 What the package offers, a page a package, written from its docstrings. A name that is not here is
-internal, and may change with any version. Shapes are in the [letters of the book](glossary.md);
+internal, and may change with any version. Shapes are in the [letters of the book](how_to_read.md);
 losses are in nats, sizes in bytes, durations in seconds, shares in [0, 1].
 
 | package | what it holds |

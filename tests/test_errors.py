@@ -41,3 +41,17 @@ def test_a_fault_while_a_folder_is_saved_stays_what_it_is(tmp_path):
     assert told(SafetensorError("header too large")).code == "E-INTERNAL"
     with pytest.raises(SafetensorError, match="too large"), saving(tmp_path):
         raise SafetensorError("header too large")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file", "/MemoryError.log"), "E-OS"),
+        (OSError(errno.ENOSPC, "No space", "/not enough memory/x"), "E-DISK"),
+        (OSError(errno.ENOMEM, "Kein Speicher", "/data"), "E-MEMORY"),
+        (OSError("x.so: failed to map segment from shared object"), "E-MEMORY"),
+        (OSError("plain"), "E-OS"),
+    ],
+)
+def test_a_path_says_nothing_of_memory(error, code):
+    assert told(error).code == code

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import nbformat
 import yaml
@@ -73,17 +73,31 @@ def exercises(page: Path) -> tuple[str, list[Exercise]]:
     """Read a page's title and exercises."""
     source = page.read_text(encoding="utf-8")
     blocks = BLOCK.findall(source)
+    for kind, title, body in blocks:
+        if ":::{" in body:
+            why = f"{kind} '{title}' is not closed, or holds a directive"
+            _refuse(page, f"{why}, expected text and code alone, then ':::'")
     tasks = [(title, body) for kind, title, body in blocks if kind == "exercise"]
     solutions = {label: body for kind, label, body in blocks if kind == "solution"}
     read = []
     for title, body in tasks:
-        label = re.search(r":label: (\S+)", body)[1]  # type: ignore[index]  # every one has it
+        labelled = re.search(r":label: (\S+)", body)
+        if not labelled:
+            _refuse(page, f"exercise '{title}' has no label, expected ':label: name'")
+        label = labelled[1]
+        if label not in solutions:
+            fix = f"expected ':::{{solution}} {label}'"
+            _refuse(page, f"exercise '{title}' has no solution, {fix}")
         solved = solutions[label].replace(":class: dropdown", "")
         code = {part: text.strip() for part, text in CODE.findall(body + solved)}
         text = CODE.sub("", body.replace(f":label: {label}", ""))
         text, answer = (plain(part).strip() for part in (text, CODE.sub("", solved)))
         read.append(Exercise(title, label, text, answer, code))
     return source.partition("\n")[0].removeprefix("# "), read
+
+
+def _refuse(page: Path, fault: str) -> NoReturn:
+    errors.refuse("E-BOOK", f"{page}: {fault}")
 
 
 def cells(exercise: Exercise, edition: str, note: dict[str, Any]) -> Iterator[Any]:

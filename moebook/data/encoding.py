@@ -68,6 +68,8 @@ def encode(
         natural("encode", "max_length", max_length)
         if max_length < 2:
             refuse("E-RANGE", f"max_length is {max_length}, expected at least 2 tokens")
+    if not isinstance(rows, (Sequence, Dataset)):
+        refuse("E-TYPE", f"rows is a {type(rows).__name__}, expected a list")
     if not rows:
         refuse("E-DATA", "no rows to encode; expected at least one")
     refuse_unknown(format, FORMATS, "E-DATA", f"unknown chat format '{format}':")

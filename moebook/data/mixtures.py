@@ -63,6 +63,8 @@ def grouped(rows: Iterable[Any], field: str = "domain") -> dict[str, list[Row]]:
 
 def hashes(rows: Iterable[Mapping[str, str]]) -> set[str]:
     """Hash each row's prompt (sha256; case and spacing do not count)."""
+    if not isinstance(rows, Iterable):
+        refuse("E-TYPE", f"rows is a {type(rows).__name__}, expected a list")
     digests = set()
     for number, row in enumerate(rows):
         digests.add(prompt_digest(_text(row, "prompt", number)))

@@ -140,7 +140,7 @@ def field(
 
 def refuse_missing(row: Mapping[str, Any], name: str, where: str) -> NoReturn:
     """Refuse a row without a field; the message names its fields, never what they hold."""
-    there = ", ".join(row)
+    there = ", ".join(map(str, row)) if row else "no fields"
     refuse("E-DATA", f"{where}: field '{name}' is missing; the row has {there}")
 
 

@@ -29,6 +29,8 @@ ROLES = {
     "assistant": "answer",
     "gpt": "answer",
 }
+# Thousands may have commas: 1,080.50.
+NUMBER = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _JINJA = jinja2.Environment(
     undefined=jinja2.StrictUndefined, keep_trailing_newline=True
 )
@@ -181,8 +183,7 @@ def _turn(message: Any, where: str) -> tuple[str, str]:
 
 def final_number(text: str) -> str:
     """The last number of a text, plainly (-1,080.50 as -1080.5); "" without one."""
-    digits = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-    number = rf"(?:(?<!\w)-)?(?:{digits}(?:\.\d+)?|\.\d+)"
+    number = rf"(?:(?<!\w)-)?{NUMBER}"
     numbers = re.findall(number, text.replace("\u2212", "-"))
     if not numbers:
         return ""
@@ -196,7 +197,8 @@ def gsm8k(raw: Mapping[str, Any], where: str) -> Row:
     """
     # "48 / 2 = 24 ...", then "#### 72" on the last line.
     worked, mark, number = field(raw, "answer", where).rpartition("\n#### ")
-    if not mark or not final_number(number):
+    amount = number.strip().replace("$", "").replace("\u2212", "-")
+    if not mark or not re.fullmatch(f"-?{NUMBER}", amount):
         refuse("E-DATA", f"{where}: field 'answer' has no last line '#### number'")
     prompt = f"Question: {field(raw, 'question', where)}"
     return {"prompt": prompt, "answer": number.strip(), "rationale": worked}

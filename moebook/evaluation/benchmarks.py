@@ -36,8 +36,11 @@ COLUMNS = [
     "chance",
     "asked",
 ]
-MEASURES = {"score": ("accuracy (points)", 100.0), "nll": ("nll (nats)", 1.0)}
-"""Column to what a difference of it is called, and the factor to that unit."""
+MEASURES = {
+    "score": ("accuracy (points)", 100.0, 100.0),
+    "nll": ("nll (nats)", 1.0, np.inf),
+}
+"""Column to what a difference of it is called, the factor to that unit, and the largest one."""
 Line = tuple[Any, ...]  # of the table, without what was asked for
 
 
@@ -251,8 +254,8 @@ def paired(
 
     ``tables`` are from `by_benchmark`, by arm, over the same items. Returns a line for
     each measure of a pair that ran: ``difference``, ``95 % from``, ``to`` (over test
-    items, not trainings) and ``half width``, about the smallest difference that would
-    have stood out.
+    items, not trainings; of shares within 100 points) and ``half width``, about the
+    smallest difference that would have stood out.
     """
     lines = {}
     for one, other in pairs:
@@ -265,19 +268,24 @@ def paired(
             differ = f"{one} and {other} were evaluated on other items"
             refuse("E-DATA", f"{differ}: compare the same")
         for column in columns:
-            name, factor = MEASURES[column]
+            name, factor, most = MEASURES[column]
             gaps = first[column].to_numpy(float) - second[column].to_numpy(float)
             gaps = factor * gaps[~np.isnan(gaps)]
-            lines[f"{one} minus {other}", name] = _line(gaps)
+            lines[f"{one} minus {other}", name] = _line(gaps, most)
     return pd.DataFrame(lines, index=["difference", "95 % from", "to", "half width"]).T
 
 
-def _line(gaps: np.ndarray) -> list[float]:
-    """The mean difference, its interval, and half of that; NaN where there is none."""
+def _line(gaps: np.ndarray, most: float) -> list[float]:
+    """The mean difference, its interval, and half of that; NaN where there is none.
+
+    The interval is cut at the largest difference that there is; half of it is of the whole.
+    """
     if not len(gaps):
         return [np.nan] * 4
-    low, high = interval(gaps[None]) or (np.nan, np.nan)
-    return [gaps.mean(), low, high, (high - low) / 2]
+    ends = interval(gaps[None]) or (np.nan, np.nan)
+    half = (ends[1] - ends[0]) / 2
+    low, high = np.clip(ends, -most, most)
+    return [gaps.mean(), low, high, half]
 
 
 def _by_name(given: Iterable[str | Task]) -> dict[str, Task | None]:

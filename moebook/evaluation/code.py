@@ -90,6 +90,8 @@ def tests(task: str, item: Mapping[str, Any]) -> dict[str, Any]:
     if task == "mbpp":
         if not isinstance(item["test_list"], list):
             raise TypeError("field 'test_list' is no list")
+        if not isinstance(item["test_setup_code"], str):
+            raise TypeError("field 'test_setup_code' is no text")
         before = ""
         given = item["test_setup_code"]
         asserts = "\n".join(item["test_list"])

@@ -171,6 +171,12 @@ def _loaded(name: str, folder: Path | None) -> dict[str, Task]:
         lacks = "metric is" if "module script" in reason else "data are"
         missing = f"benchmark '{name}': its {lacks} not here ({reason})"
         refuse("E-OFFLINE", f"{missing}; connect, or give a folder of data sets")
+    except (Refusal, MemoryError):
+        raise
+    except Exception as error:  # whatever lm-eval's own files and code are broken by
+        reason = f"{type(error).__name__}: {error}"
+        cannot = f"lm-eval cannot make benchmark '{name}' ({reason})"
+        refuse("E-DATA", f"{cannot}; take another one")
     return tasks
 
 
@@ -206,10 +212,20 @@ def _local(name: str, folder: Path) -> list[Any]:
     return built if isinstance(built, list) else [built]
 
 
+def _refuse_made_by_code(config: Mapping[str, Any]) -> None:
+    """Refuse a task whose file names a class of lm-eval's, for which `_Local` stands in."""
+    file = config["metadata"]["config_source"]
+    if file != "inline" and "class" in load_yaml(file, resolve_func=False):
+        made = f"benchmark '{config['task']}' is made by code of lm-eval"
+        take = "let lm-eval fetch it, or take another one"
+        refuse("E-DATA", f"{made}; it cannot be read from a folder: {take}")
+
+
 class _Local(ConfigurableTask):
     """A task whose data come from a folder; other splits than it needs are not read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
+        _refuse_made_by_code(config)
         config = {key: value for key, value in config.items() if key != "class"}
         self.folder: Path = config.pop("dataset_kwargs")["folder"]
         tested = "test_split" if config.get("test_split") else "validation_split"

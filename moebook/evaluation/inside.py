@@ -16,12 +16,15 @@ import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from types import ModuleType
 from typing import Any, TextIO
 
 SECONDS = 5  # of CPU time
 LIMITS = {"AS": 1 << 30, "FSIZE": 1 << 20, "NOFILE": 32, "CORE": 0, "NPROC": 0}
 """Bytes and counts that a process may use."""
 LONGEST = 5_000_000  # characters of a message
+# Bits of an int that crosses in decimal digits, of which Python writes 4,300 at most.
+WIDEST = 10_000
 ALLOWED = """
 read 0 63
 write 1 64
@@ -121,6 +124,8 @@ def confine() -> None:
 
 def packed(value: Any) -> Any:
     """Write a plain value so that JSON keeps its type; of a subclass what it holds."""
+    if isinstance(value, int) and value.bit_length() > WIDEST:
+        return {"int": hex(value)}
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, dict):
@@ -143,6 +148,8 @@ def unpacked(written: Any) -> Any:
     if not isinstance(written, dict):
         return written
     ((name, parts),) = written.items()
+    if name == "int":
+        return int(parts, 16)
     if name == "complex":
         return complex(*parts)
     makes: dict[str, Any] = {kind.__name__: kind for kind in (*PLAIN, dict, iter)}
@@ -156,9 +163,11 @@ def remote(name: str, requests: TextIO, replies: TextIO) -> Callable[..., Any]:
         request = json.dumps([name, packed(given), packed(named)])
         line = ""
         with suppress(OSError):
-            print(request, file=requests, flush=True)
-            line = replies.readline(LONGEST)
+            if not replies.closed:
+                print(request, file=requests, flush=True)
+                line = replies.readline(LONGEST)
         if not line.endswith("\n"):
+            replies.close()  # the rest of a reply would answer the next call
             raise RuntimeError(ENDED)
         kind, reply = json.loads(line)
         if kind != "value":
@@ -168,9 +177,15 @@ def remote(name: str, requests: TextIO, replies: TextIO) -> Callable[..., Any]:
     return call
 
 
+def module(name: str) -> dict[str, Any]:
+    """Begin a module, which a dataclass looks up by its name; return its names."""
+    sys.modules[name] = ModuleType(name)
+    return vars(sys.modules[name])
+
+
 def judge(job: dict[str, Any], requests: TextIO, replies: TextIO) -> None:
     """Run the tests; names of its own, or not known here, are the candidate's."""
-    names: dict[str, Any] = {"__name__": "judge"}
+    names = module("judge")
     exec(job["given"], names)
     tree = ast.parse(job["tests"])
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -182,7 +197,7 @@ def judge(job: dict[str, Any], requests: TextIO, replies: TextIO) -> None:
 
 def candidate(job: dict[str, Any], replies: TextIO, requests: TextIO) -> None:
     """Run the program, then the calls that come, until the judge closes the pipe."""
-    names: dict[str, Any] = {"__name__": "candidate"}
+    names = module("candidate")
     exec(compile(job["program"], "program", "exec"), names)
     for line in requests:
         name, given, named = json.loads(line)

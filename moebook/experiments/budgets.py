@@ -43,7 +43,7 @@ WHAT = {
     "crsu": "upcycled, routers start at cluster centroids",
     "rocket": "Rocket: a mixture of LoRAs that shots choose from a bank",
     "esft": "upcycled, and from half-way only the experts that ESFT chooses",
-    "mixlora": "MixLoRA: LoRAs as experts in the FFN",
+    "mixlora": "MixLoRA: new LoRAs as experts on query and value projections",
     "smear": "SMEAR: one merged LoRA for each prompt",
     "arrow": "Arrow: a token goes where a LoRA amplifies it most",
     "pesc_trsu": "PESC whose routers start at task centroids",

@@ -43,7 +43,7 @@ WHAT = {
     "expert_lora": "a LoRA trained on the target's own whole training set",
     "random": "a LoRA drawn at random, tuned",
     "rocket": "Rocket: a mixture of N LoRAs that shots chose",
-    "mixlora": "MixLoRA: new experts in the FFN, nothing of the bank",
+    "mixlora": "MixLoRA: new experts on query and value projections, nothing of the bank",
     "lorahub": "LoRAHub: one weight a LoRA, searched without gradients",
     "smear": "SMEAR: one merged LoRA for each prompt",
     "pems": "PEMs: the mean of all LoRAs' factors",

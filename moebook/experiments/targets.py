@@ -29,7 +29,7 @@ from moebook.experiments.pipeline import Arm
 from moebook.methods import rocket
 from moebook.methods.rocket.case import Case
 from moebook.methods.rocket.loras import Lora
-from moebook.models.checkpoint import fingerprint
+from moebook.models.checkpoint import fingerprint, origin_or_none
 from moebook.training import History, batches
 
 LONGEST = 1024  # tokens of a row
@@ -248,6 +248,16 @@ class Result:
     single: np.ndarray | None = None
 
 
+@contextmanager
+def _taken_off(model: nn.Module) -> Iterator[None]:
+    """Take off the mixture that a block puts on the base, however the block ends."""
+    try:
+        yield
+    finally:
+        if origin_or_none(model, rocket.apply.Origin):
+            rocket.apply.remove(model)
+
+
 @dataclass(frozen=True)
 class Targets:
     """Arms on one base and one bank: each is put on the base, tuned, tested, and taken off."""
@@ -324,18 +334,17 @@ class Targets:
         self, target: str, name: str, rate: float, turn: int = 0
     ) -> Iterator[History]:
         """Put an arm's mixture on the base and tune it; it is taken off again after the block."""
-        history = pipeline.tune(
-            self.model,
-            self.tokenizer,
-            [self.bank[expert] for expert in self.experts(target, name)],
-            self.rows(target, name),
-            self.mixed[name].config,
-            **self.recipe,
-            lr=rate,
-            seed=self.settings["seed"] + 1_000_001 * turn,
-        )
-        yield history
-        rocket.apply.remove(self.model)
+        with _taken_off(self.model):
+            yield pipeline.tune(
+                self.model,
+                self.tokenizer,
+                [self.bank[expert] for expert in self.experts(target, name)],
+                self.rows(target, name),
+                self.mixed[name].config,
+                **self.recipe,
+                lr=rate,
+                seed=self.settings["seed"] + 1_000_001 * turn,
+            )
 
     @contextmanager
     def tuned_alone(self, target: str, lora: str, rate: float) -> Iterator[History]:
@@ -343,18 +352,17 @@ class Targets:
         recipe = self.recipe
         if "steps" in recipe:
             recipe["steps"] = max(1, recipe["steps"] // 2)
-        history = pipeline.tune(
-            self.model,
-            self.tokenizer,
-            [self.bank[lora]],
-            self.cases[target].shots,
-            checks.main(self.settings),
-            **recipe,
-            lr=rate,
-            seed=self.settings["seed"],
-        )
-        yield history
-        rocket.apply.remove(self.model)
+        with _taken_off(self.model):
+            yield pipeline.tune(
+                self.model,
+                self.tokenizer,
+                [self.bank[lora]],
+                self.cases[target].shots,
+                checks.main(self.settings),
+                **recipe,
+                lr=rate,
+                seed=self.settings["seed"],
+            )
 
     def tune_alone(self) -> tuple[dict[tuple[str, str], float], Losses]:
         """Tune the bank's first LoRAs one at a time: accuracy by target and LoRA, losses by rate.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moebook.kernels.dispatch import factor, implementation, shapes
+from moebook.kernels.dispatch import factor, implementation, lowered, shapes
 from moebook.kernels.matmul import empty, product
 from moebook.kernels.route import Layout, Routing, grouped, lay_out
 
@@ -42,9 +42,10 @@ def adapters(
     chose twice counts twice.
 
     ``h [T, D]`` is the output of the shared FFN, ``source [T, D]`` what adapters read, else
-    ``h``; ``down [E, D, R]`` and ``up [E, R, D]`` are used in the dtype of ``h``. ``scale``
-    is a number, or a tensor of one, which then has a gradient. ``impl`` is ``"auto"``,
-    ``"torch"`` (products by pair of adapters), ``"triton"`` (for K = 2) or ``"reference"``.
+    ``h``; ``down [E, D, R]`` and ``up [E, R, D]`` are used in the dtype of ``h``, under autocast
+    in autocast's. ``scale`` is a number, or a tensor of one, which then has a gradient. ``impl``
+    is ``"auto"``, ``"torch"`` (products by pair of adapters), ``"triton"`` (for K = 2) or
+    ``"reference"``.
 
     >>> from moebook.kernels import route
     >>> h, routing = torch.ones(3, 4), route(torch.zeros(3, 2), top_k=1)
@@ -62,6 +63,9 @@ def adapters(
     }
     shapes("adapters", inputs, alike=("h", "source"))
     factor("adapters", "scale", scale)
+    reads_itself = source is h
+    h = lowered(h)
+    source = h if reads_itself else lowered(source)
 
     experts, _, rank = down.shape
     most_rank = MOST_RANK_FLOAT32 if h.dtype == torch.float32 else MOST_RANK

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import one_hot
 
-from moebook.errors import refuse_unknown
+from moebook.errors import refuse, refuse_unknown
 from moebook.kernels.dispatch import implementation, indices, shapes
 from moebook.kernels.matmul import empty
 
@@ -47,6 +47,8 @@ def balance_loss(
         named["mask"] = (mask, "T", "real")
     sizes = shapes("balance_loss", named)
     indices("balance_loss", "ids", ids, sizes["E"])
+    if mask is not None:
+        _check_mask(mask)
     refuse_unknown(form, FORMS, "E-CHOICE", f"balance_loss: unknown form '{form}';")
     # In 16 bits a count ends early.
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -56,6 +58,14 @@ def balance_loss(
     run = implementation("balance_loss", impl, table, logits)
     value: Tensor = run(logits, ids, real, form)
     return value.to(logits.dtype)
+
+
+def _check_mask(mask: Tensor) -> None:
+    """Refuse a mask of others than 0 and 1 (E-RANGE); on a GPU a look would wait for it."""
+    if mask.device.type != "cpu" or ((mask == 0) | (mask == 1)).all():
+        return
+    have = f"mask is {mask.min().item()} to {mask.max().item()}"
+    refuse("E-RANGE", f"balance_loss: {have}, expected 1 and 0")
 
 
 def reference(logits: Tensor, ids: Tensor, real: Tensor, form: str) -> Tensor:

@@ -78,6 +78,20 @@ def _untouched(run: Callable[..., Any], on: Tensor | None) -> Callable[..., Any]
     return torch.autocast(kind, enabled=False)(run)
 
 
+def lowered(factor: Tensor) -> Tensor:
+    """Return a factor as products read it: under autocast in its dtype, else as it is.
+
+    So `torch.nn.Linear` reads it, float64 too, which autocast leaves alone. On meta, which
+    knows no autocast, that of the CPU counts.
+    """
+    kind = "cpu" if factor.is_meta else factor.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return factor
+    if factor.dtype == torch.float64:
+        return factor
+    return factor.to(torch.get_autocast_dtype(kind))
+
+
 def obstacle(on: Tensor | None) -> str | None:
     """Say why Triton kernels cannot run on this tensor; None where they can."""
     if on is None:

@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moebook.errors import refuse
-from moebook.kernels.dispatch import implementation, shapes
+from moebook.kernels.dispatch import implementation, lowered, shapes
 from moebook.kernels.matmul import empty, product
 from moebook.kernels.route import Layout, Part, Routing, lay_out
 
 Activation = Callable[[Tensor], Tensor]
+# Modules that draw in training mode.
+RANDOM = (torch.nn.RReLU, torch.nn.Dropout, torch.nn.AlphaDropout)
 # Numbers of the pre-activation up to which experts are computed side by side.
 PART = 2**18
 
@@ -36,8 +38,9 @@ def experts(
     """Run each token through its K experts and sum their outputs by the routing's weights.
 
     ``y = sum_k w_k down_e (act(gate_e x) * up_e x)``, ``[T, D]`` like ``x``, e the k-th expert of
-    the token; the bank is used in the dtype of ``x``. Kept for the backward pass are ``x`` and the
-    pre-activation ``[T * K, 2F]``. An expert that a token chose twice counts twice.
+    the token; the bank is used in the dtype of ``x``, under autocast in autocast's. Kept for the
+    backward pass are ``x`` and the pre-activation ``[T * K, 2F]``. An expert that a token chose
+    twice counts twice.
 
     ``act`` is elementwise (SiLU in Mixtral, OLMoE, DeepSeek, Qwen3-MoE). ``impl`` is ``"auto"``,
     ``"torch"`` (a product per expert and direction), ``"triton"`` (for SiLU) or ``"reference"``
@@ -51,6 +54,7 @@ def experts(
     """
     weights = {"gate_up": (bank.gate_up, "E 2F D"), "down": (bank.down, "E D F")}
     shapes("experts", {"x": (x, "T D"), **weights, **routing.named()})
+    x = lowered(x)
     table = {"torch": gated_ffn, "reference": reference, "triton": "experts.run"}
     unless = _check_act("experts", act)
     run = implementation("experts", impl, table, x, unless=unless)
@@ -106,6 +110,7 @@ def split_experts(
                 "E-RANGE",
                 f"split_experts: slots are {slots.tolist()}, expected {expected}",
             )
+    x = lowered(x)
     table = {"torch": gated_ffn, "reference": _split_reference, "triton": "experts.run"}
     unless = _check_act("split_experts", act)
     run = implementation("split_experts", impl, table, x, unless=unless)
@@ -147,6 +152,11 @@ def _check_act(op: str, act: Activation) -> str:
         part.requires_grad for part in module.parameters()
     ):
         refuse("E-TYPE", f"{name}, whose parameters would get no gradient: freeze them")
+    if torch.is_grad_enabled() and any(
+        isinstance(part, RANDOM) and part.training for part in module.modules()
+    ):
+        again = "which the backward pass would draw anew: call its eval()"
+        refuse("E-TYPE", f"{name}, {again}")
     if any(getattr(part, "inplace", False) for part in module.modules()):
         refuse("E-TYPE", f"{name}, expected one that is not in place")
     return "" if _is_silu(act) else "its activation is SiLU alone"
@@ -327,7 +337,28 @@ def _activated(
     if not active.requires_grad:
         have = "experts: act returns what has no gradient"
         refuse("E-GRADIENT", f"{have}, expected a function of PyTorch")
+    if any(source is not leaf for source in _sources(active)):
+        have = "experts: act reads parameters, which would get no gradient"
+        refuse("E-GRADIENT", f"{have}: freeze them, or take impl='reference'")
     return active.detach(), lambda grad: torch.autograd.grad(active, leaf, grad)[0]
+
+
+def _sources(active: Tensor) -> list[Tensor]:
+    """List the tensors at which the gradient of this one would end."""
+    if active.grad_fn is None:
+        return [active]
+    sources = []
+    seen = set()
+    nodes: list[Any] = [active.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # it accumulates the gradient of a tensor
+            sources.append(node.variable)
+        nodes += [before for before, _ in node.next_functions]
+    return sources
 
 
 def _unwritten(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moebook.kernels.dispatch import factor, implementation, obstacle, shapes
+from moebook.kernels.dispatch import factor, implementation, lowered, obstacle, shapes
 from moebook.kernels.matmul import empty, product, wide
 
 Finish = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
@@ -31,7 +31,8 @@ def lora_mixture(
     ``y = base + scale * sum_n g_n B_n A_n x``, ``[..., O]`` in the dtype of ``base [..., O]``, what
     the layer makes of ``x [..., D]``. ``gates [..., N]`` are 0 where an expert was not chosen;
     ``down [N, R, D]`` and ``up [N, O, R]`` are A and B of all experts, in the dtype of ``x``;
-    ``scale`` is a number, or a tensor of one, which then has a gradient.
+    under autocast all three are used in autocast's. ``scale`` is a number, or a tensor of one,
+    which then has a gradient.
 
     The A of all experts are one product and their B another, with the gate between them, on N * R
     columns: what was not chosen costs fewer FLOPs than moving rows would. ``impl`` is ``"auto"``,
@@ -46,6 +47,7 @@ def lora_mixture(
     }
     shapes("lora_mixture", named, empty="", alike=("x", "down", "up"))
     factor("lora_mixture", "scale", scale)
+    x, down, up = map(lowered, (x, down, up))
     if isinstance(scale, Tensor):
         # It may want a gradient, and autograd knows that of the gates.
         gates = wide(gates) * scale

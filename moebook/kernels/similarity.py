@@ -62,11 +62,15 @@ def nearest_rows(
         refuse("E-NONFINITE", f"nearest_rows: shots hold {WRONG}")
     score = implementation("nearest_rows", impl, _NEAREST, shots)
     with torch.no_grad():
-        blocks = _fitting(pool, shots)
+        blocks = _checked_blocks(pool, shots)
         return largest(blocks, lambda rows, floor: score(rows, targets, floor), count)
 
 
-def _fitting(pool: Tensor | Iterable[Tensor], shots: Tensor) -> Iterator[Tensor]:
+def _checked_blocks(pool: Tensor | Iterable[Tensor], shots: Tensor) -> Iterator[Tensor]:
+    """Yield the pool's blocks ``[b, D]``, each checked to be as wide as the shots and alike."""
+    if not isinstance(pool, Iterable):
+        kind = type(pool).__name__
+        refuse("E-TYPE", f"nearest_rows: the pool is a {kind}, not tensors")
     for block in [pool] if isinstance(pool, Tensor) else pool:
         if not isinstance(block, Tensor):
             refuse(

@@ -21,7 +21,13 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    HTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -34,7 +40,16 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from moebook.errors import Refusal, located, nearest, refuse, refuse_unknown, saving
+from moebook.errors import (
+    SYSTEM,
+    Refusal,
+    located,
+    nearest,
+    refuse,
+    refuse_unknown,
+    saving,
+    told,
+)
 from moebook.models import checkpoint
 from moebook.models.conventions import (
     check,
@@ -140,6 +155,7 @@ def found(
     name = os.fspath(name)
     if name in own:
         return own[name]()
+    name = os.path.expanduser(name)
     if os.path.isdir(name):  # where a Path takes "" for the working directory
         return Path(name)
     hint = f"{nearest(name, own)}, a folder, or org/name@<40 hex digits of a commit>"
@@ -176,9 +192,21 @@ def fetching(name: str) -> Iterator[None]:
     except HFValidationError as error:
         expected = "expected org/name@<40 hex digits of a commit>"
         refuse("E-MODEL", f"'{name}' is no name of the hub ({error}); {expected}")
+    except GatedRepoError as error:
+        fix = "accept its licence on the hub and log in (hf auth login)"
+        refuse("E-PERM", f"{name} is not fetched ({_first_line(error)}): {fix}")
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        fix = "check the name and the commit on the hub; a private one needs a login"
+        refuse("E-NOFILE", f"{name} is not fetched ({_first_line(error)}): {fix}")
     except (OSError, HTTPError) as error:  # a proxy's refusal is no OSError
-        kind = type(error).__name__
-        refuse("E-OFFLINE", f"{name} is not cached nor fetched ({kind}); connect")
+        if isinstance(error, OSError) and error.errno in SYSTEM:
+            raise told(error, f"{name} is not fetched") from None
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        refuse("E-OFFLINE", f"{name} is not cached nor fetched ({reason}); connect")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def packaged(name: str, package: str) -> Path:
@@ -305,10 +333,10 @@ def telling(folder: Path, what: str) -> Iterator[None]:
         known = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if isinstance(error, Refusal) or not known:
             raise
-        told = f"{type(error).__name__}: {error!s:.300}"
+        reason = f"{type(error).__name__}: {error!s:.300}"
         refuse(
             "E-MODEL",
-            f"{folder}: no {what} that transformers can read ({told}); restore it",
+            f"{folder}: no {what} that transformers can read ({reason}); restore it",
         )
 
 

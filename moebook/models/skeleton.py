@@ -7,6 +7,7 @@ fuses it.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -53,7 +54,8 @@ def configuration(name: str) -> PreTrainedConfig:
             check_commit(repo, revision)
         return _built(HOSTS[repo], f"hosts.yaml: {repo}")
     here = Path(__file__).parent / name
-    file = (here if here.is_dir() else Path(name)) / "config.json"
+    folder = here if here.is_dir() else Path(os.path.expanduser(name))
+    file = folder / "config.json"
     if not file.is_file():
         if "/" not in repo or not revision:
             known = nearest(repo, [*HOSTS, "nano", "nano-moe"])

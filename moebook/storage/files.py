@@ -360,8 +360,9 @@ def at(known: Mapping[str, Any] | None, path: Path, folder: Path) -> str | None:
     """
     if not known:
         return None
-    place = f"{known['id']}:{path.relative_to(folder).as_posix()}"
-    command = ["git", "-C", str(folder), "show", place]
+    # "./" counts from the project's folder, which may be a part of the repository.
+    place = f"{known['id']}:./{path.relative_to(folder).as_posix()}"
+    command = ["git", "-C", str(folder), "cat-file", "blob", place]
     try:
         done = subprocess.run(
             command, capture_output=True, encoding="utf-8", check=True

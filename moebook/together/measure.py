@@ -83,8 +83,7 @@ def stored(model: nn.Module, base: nn.Module) -> int:
         # The experts that train stand in for as many frozen ones, which nobody keeps.
         for name in ("gate_up_proj", "down_proj"):
             frozen = getattr(part.frozen, name)
-            chosen = getattr(part, name)
-            added[_digest(frozen)] -= chosen.nbytes
+            added[_digest(frozen)] -= frozen[part.chosen].nbytes
     return sum(size for digest, size in added.items() if digest not in known)
 
 

@@ -28,10 +28,16 @@ from moebook.nn.batch import longest, vocabulary
 from moebook.nn.passes import modes_kept
 from moebook.settings import Count, Place, checked
 from moebook.training import checkpoints, processes
-from moebook.training.batches import Batches
+from moebook.training.batches import Batches, check_encoded
 from moebook.training.checkpoints import History
 from moebook.training.precision import widen
-from moebook.training.recipe import Recipe, check_decay, make_optimizer, make_schedule
+from moebook.training.recipe import (
+    Recipe,
+    check_decay,
+    check_warmup,
+    make_optimizer,
+    make_schedule,
+)
 
 Penalty = Callable[[Any], Tensor]
 Milestones = Sequence[tuple[Collection[int], Callable[[Any], Any]]]
@@ -40,7 +46,7 @@ Milestones = Sequence[tuple[Collection[int], Callable[[Any], Any]]]
 @checked
 def fit(
     model: nn.Module,
-    train: Rows,
+    train: SkipValidation[Rows],
     *,
     penalty: Penalty | None = None,
     milestones: SkipValidation[Milestones] = (),
@@ -94,11 +100,13 @@ def fit(
     if output is not None and not os.fspath(output).strip():
         wanted = "expected a folder for checkpoints, or None for none"
         refuse("E-PATH", f"output is empty, {wanted}")
+    check_encoded("train", train)
     batches = Batches(train, plan.batch, seed=plan.seed, pad_id=pad_id)
     batches.check(vocabulary(model), longest(model))
     check_decay(model, plan)
     _check_whole(model)
     total = plan.total(batches.per_epoch)
+    check_warmup(plan, total)
     device = next(model.parameters()).device
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=plan.bf16)
 

@@ -15,27 +15,35 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from moebook import runtime
-from moebook.errors import refuse
+from moebook.errors import lacks_memory, refuse
 from moebook.training.recipe import Recipe
 
 # In what torch says of a broken connection.
 LOST = re.compile("gloo|NCCL", re.IGNORECASE)
 # By which accelerate knows how many processes there are.
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+SUPPORTED = "launch with --multi_gpu, or with FSDP2"
+OTHERS = ("DEEPSPEED", "MEGATRON_LM")  # that accelerate can be told to use
 
 
 def join(model: nn.Module, recipe: Recipe, shards: Any) -> tuple[Accelerator, Any]:
     """Join the other processes; return what shards, if FSDP2 is to shard what they train."""
     # Else the first device is for good.
     AcceleratorState._reset_state(reset_partial_state=True)
-    on_cpu = next(model.parameters()).device.type == "cpu"
+    device = next(model.parameters()).device.type
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
-    with _alone_if_one():
+    with _alone_if_one(), _starting():
+        _refuse_others()
         accelerator = Accelerator(
-            cpu=on_cpu, mixed_precision="no", kwargs_handlers=[unused]
+            cpu=device == "cpu", mixed_precision="no", kwargs_handlers=[unused]
         )
+        shard = parse_flag_from_env("ACCELERATE_USE_FSDP")
 
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and not shards:
+    if accelerator.device.type != device:
+        elsewhere = f"accelerate is told of device {accelerator.device}"
+        remedy = "unset ACCELERATE_TORCH_DEVICE and ACCELERATE_USE_CPU"
+        refuse("E-CHOICE", f"{elsewhere}, the model is on {device}: {remedy}")
+    if shard and not shards:
         late = "ACCELERATE_USE_FSDP was set too late"
         refuse("E-CHOICE", f"{late}: start with accelerate launch")
     if shards and not shards.adopt(accelerator):
@@ -45,8 +53,7 @@ def join(model: nn.Module, recipe: Recipe, shards: Any) -> tuple[Accelerator, An
         known.append("FSDP")
     kind = accelerator.distributed_type
     if kind not in known:
-        remedy = "launch with --multi_gpu, or with FSDP2"
-        refuse("E-CHOICE", f"{kind} is not supported: {remedy}")
+        refuse("E-CHOICE", f"{kind} is not supported: {SUPPORTED}")
     if shards and recipe.optimizer != "adamw":
         why = "takes no shards; with FSDP2 use adamw"
         refuse("E-CHOICE", f"optimizer {recipe.optimizer} {why}")
@@ -73,6 +80,25 @@ def _alone_if_one() -> Iterator[None]:
         yield
     finally:
         os.environ.update(values)
+
+
+def _refuse_others() -> None:
+    """Refuse what accelerate would ask to install, and `join` then not support."""
+    for name in OTHERS:
+        if parse_flag_from_env(f"ACCELERATE_USE_{name}"):
+            refuse("E-CHOICE", f"{name} is not supported: {SUPPORTED}")
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    """Tell in one line why accelerate does not start, as where its variables are misspelt."""
+    try:
+        yield
+    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
+        if lacks_memory(f"{type(error).__name__}: {error}"):
+            raise
+        cannot = f"accelerate does not start as its configuration says ({error!s:.300})"
+        refuse("E-CHOICE", f"{cannot}: {SUPPORTED}")
 
 
 @contextmanager

@@ -70,6 +70,14 @@ class Recipe:
         return self.steps or math.ceil((self.epochs or 1) * batches_per_epoch)
 
 
+def check_warmup(recipe: Recipe, total: int) -> None:
+    """Refuse a training whose only step is that of the warm-up, at rate 0."""
+    if total == 1 and recipe.warmup > 0:
+        why = "the only step is that of the warm-up, at rate 0, so nothing is trained"
+        fix = "take 2 or more, a batch of fewer rows, or warmup = 0"
+        refuse("E-RANGE", f"steps = 1: {why}; {fix}")
+
+
 def check_decay(model: nn.Module, recipe: Recipe) -> None:
     """Refuse weight decay where a part of a parameter is to stay as it is."""
     if not recipe.weight_decay:

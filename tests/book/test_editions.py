@@ -87,6 +87,44 @@ def test_both_editions_are_written_as_valid_notebooks_and_equal_at_every_build(
     assert {path: path.read_bytes() for path in editions.write(tmp_path)} == first
 
 
+PAGE = """# A page
+
+:::{exercise} Sums
+:label: sums
+
+Add.
+:::
+
+:::{solution} sums
+Two.
+:::
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "words"),
+    [
+        (":label: sums", "", "exercise 'Sums' has no label, expected ':label: name'"),
+        (
+            "solution} sums",
+            "solution} sum",
+            "exercise 'Sums' has no solution, expected",
+        ),
+        ("Add.", ":::{hint}\nOne.\n:::\nAdd.", "exercise 'Sums' .*holds a directive"),
+        ("Add.\n:::", "Add.", "exercise 'Sums' is not closed"),
+        ("Two.", ":::{hint}\nOne.\n:::\nTwo.", "solution 'sums' .*holds a directive"),
+    ],
+)
+def test_an_exercise_that_is_not_whole_is_refused_with_its_page(
+    line, other, words, tmp_path
+):
+    page = tmp_path / "sums_exercises.md"
+    page.write_text(PAGE)
+    assert [task.text for task in editions.exercises(page)[1]] == ["Add."]
+    page.write_text(PAGE.replace(line, other))
+    refused(f"E-BOOK: .*sums_exercises.md: {words}", editions.exercises, page)
+
+
 def test_the_readme_says_what_the_committed_runs_found(ledger, monkeypatch):
     monkeypatch.setattr(readme.verdicts, "ledger", lambda *_, **__: ledger)
     text = (editions.BOOK.parent / "README.md").read_text("utf-8")

@@ -277,6 +277,27 @@ def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survi
     assert text == "No run that can decide a claim has been recorded yet.\n"
 
 
+def test_a_scale_is_judged_by_what_pools_decide_there_and_can_be_tested():
+    open_ = replace(CLAIM, claimed=None)
+    hopeless = replace(CLAIM, untestable="Nobody knows.")
+    rows = [
+        _row("pesc.sure", _pool(0.9)),
+        _row("pesc.open", _pool(0.5), claim=open_),
+        _row("pesc.hopeless", _pool(0.9), claim=hopeless),
+        _row("pesc.larger", _pool(0.9, base="smollm2"), claim=hopeless),
+        _row("pesc.live", _pool(0.9, tier="cpu")),
+    ]
+    assert pages.scales_of(rows) == ["1 M", "135 M"]
+    labels = [label for row in rows for label in row.labels]
+    none = "not testable here"
+    assert labels == ["direction holds", "inconclusive", none, none, "exploratory"]
+    decided = {"1 M": ["direction holds", "inconclusive"]}
+    assert pages.labels_by_scale(rows) == decided
+    text = pages.page("chance", rows=rows)
+    assert "\n| 1 M | 2 | 1 | 0 |\n" in text
+    assert "\n| 135 M |" not in text
+
+
 def test_the_audit_shows_every_finding_and_folds_those_of_one_cause():
     rows = [(f"row {number}", "differs", "a <mean>") for number in range(3)]
     found = [

@@ -1,10 +1,11 @@
 """Rows as text and token ids, mixtures of them, and free texts."""
 
+import pandas as pd
 import pytest
 
 from moebook import data
 from moebook.data.encoding import camel, deepseek
-from moebook.data.mixtures import opening
+from moebook.data.mixtures import hashes, opening
 from moebook.data.tasks.task import shipped
 from moebook.errors import Refusal
 from tests.refusals import refused
@@ -67,6 +68,9 @@ def test_rows_that_are_too_long_are_counted_and_left_out_never_cut():
     ("rows", "options", "match"),
     [
         ([], {}, "E-DATA: no rows"),
+        (None, {}, "E-TYPE: rows is a NoneType, expected a list"),
+        (iter([ROW]), {}, "E-TYPE: rows is a list_iterator, expected a list"),
+        (pd.DataFrame([ROW]), {}, "E-TYPE: rows is a DataFrame, expected a list"),
         ([ROW], {"max_length": 9}, "E-DATA: all 1 rows are longer"),
         ([ROW], {"max_length": 1}, "E-RANGE: max_length is 1"),
         ([ROW], {"max_length": 0}, "E-RANGE: encode: max_length is 0"),
@@ -130,6 +134,10 @@ def test_a_mixture_holds_the_asked_sizes_in_an_order_of_its_seed():
     assert rows == data.mixture({"gcd": 30, "isa": 20}, "train", 3)
     assert rows != data.mixture({"gcd": 30, "isa": 20}, "train", 4)
     refused("E-DATA: the mixture names no task", data.mixture, {}, "train")
+
+
+def test_rows_that_cannot_be_gone_through_have_no_hashes():
+    refused("E-TYPE: rows is a NoneType, expected a list", hashes, None)
 
 
 def test_held_out_prompts_that_were_answered_several_times_leave_the_training_rows():

@@ -363,6 +363,8 @@ def test_bad_lines_are_refused_with_file_and_line(
     [
         ("gsm8k", {"answer": "4"}, "no last line '#### number'"),
         ("gsm8k", {"answer": "four\n#### four"}, "no last line '#### number'"),
+        ("gsm8k", {"answer": "x\n#### 5\nmore 7"}, "no last line '#### number'"),
+        ("gsm8k", {"answer": "x\n#### 5 and 7"}, "no last line '#### number'"),
         ("metamathqa", {"query": None}, "field 'query' is NoneType"),
         ("arc_easy", {"answerKey": "9"}, "answer '9' is none of"),
         (
@@ -490,3 +492,11 @@ def test_half_a_part_of_a_split_is_not_all_of_it(split, tmp_path):
     jsonl(folder, RAW["piqa_open"]).rename(folder / "validation.jsonl")
     words = "E-DATA: split is 'validation.*expected a part as validation.50%:."
     refused(words, hub.pinned, hub.CATALOGUE["piqa_open"], tmp_path, split)
+
+
+@pytest.mark.parametrize(
+    ("row", "there"), [({1: "a", "answer": "b"}, "1, answer"), ({}, "no fields")]
+)
+def test_a_row_without_a_field_is_told_with_those_that_it_has(row, there):
+    words = f"E-DATA: x:3: field 'prompt' is missing; the row has {there}$"
+    refused(words, reading.field, row, "prompt", "x:3")

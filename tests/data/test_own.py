@@ -1,12 +1,18 @@
 """A user's own file: its schema, its splits, and refusals with file and line that keep its text."""
 
 import json
+import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
-from moebook.data import hashes, tasks
+from moebook import models, training
+from moebook.data import hashes, hub, tasks
 from moebook.data.tasks import Task
+from moebook.methods import esft, upcycling
+from moebook.models.skeleton import configuration
 from tests.refusals import refused
 
 SECRET = "the patient said"
@@ -187,6 +193,12 @@ def test_files_of_another_kind_and_prompts_in_two_splits_are_refused(tmp_path):
     refused(
         "E-NOFILE: .*none.jsonl: no such file", tasks.find, f"{tmp_path}/none.jsonl"
     )
+    (tmp_path / "folder.jsonl").mkdir()
+    refused(
+        "E-NOFILE: .*folder.jsonl is a folder, expected a file of JSON lines$",
+        Task.from_jsonl,
+        tmp_path / "folder.jsonl",
+    )
     path = put(tmp_path, ROW, name="my file.jsonl")
     refused(
         "E-PATH: .*my file.jsonl: expected a name of letters", Task.from_jsonl, path
@@ -196,3 +208,62 @@ def test_files_of_another_kind_and_prompts_in_two_splits_are_refused(tmp_path):
         "E-DATA: .*half.jsonl:1: not JSON", Task.from_jsonl, tmp_path / "half.jsonl"
     )
     assert SECRET not in str(told)
+
+
+def _a_checkpoint(place):
+    model, _ = models.load("nano")
+    upcycling.upcycle(model, upcycling.Config(experts=2, top_k=1))
+    saved = upcycling.save(model, place)
+    upcycling.load(models.load("nano")[0], place)
+    shutil.rmtree(Path.home() / "own" / "checkpoint")
+    return saved
+
+
+def _a_training(place):
+    model, _ = models.load("nano")
+    ids = [[3, 4, 5, 6]] * 2
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    training.fit(model, rows, steps=2, batch=2, output=f"{place}/training")
+    return sorted(path.name for path in Path.home().glob("own/training/*"))
+
+
+PLACES = {
+    "a task": lambda place: Task.from_jsonl(f"{place}/rows.jsonl").source,
+    "a model": lambda place: models.fingerprint(models.load(f"{place}/nano")[0]),
+    "a configuration": lambda place: configuration(f"{place}/nano").to_dict(),
+    "a folder of data sets": lambda place: hub.folder(place),
+    "the hub's files": lambda place: hub.contents(place),
+    "a file of the hub's": lambda place: hub.load("gsm8k", path=f"{place}/gsm8k.jsonl"),
+    "published scores": lambda place: esft.published(place, ["toy"]),
+    "published routing": lambda place: esft.replay(
+        f"{place}/1.txt", experts=2, top_k=1, pooling="tokens"
+    ),
+    "a selection": lambda place: esft.Selection.load(f"{place}/experts.json"),
+    "a checkpoint": lambda place: _a_checkpoint(f"{place}/checkpoint"),
+    "a training": _a_training,
+}
+"""Functions that take a place, of a folder ``own``."""
+
+
+@pytest.mark.parametrize("call", PLACES.values(), ids=PLACES)
+def test_a_place_may_begin_with_the_tilde_of_the_users_home(
+    call, tmp_path, monkeypatch
+):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "nano").symlink_to(Path(models.__file__).parent / "nano")
+    (own / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}')
+    (own / "gsm8k.jsonl").write_text(
+        '{"question": "1 + 1", "answer": "So 2.\\n#### 2"}'
+    )
+    (own / "1.txt").write_text("0\t0\t1\t\t0.5\n")
+    (own / "toy.scores.json").write_text("{}")
+    (own / "experts.json").write_text(
+        '{"experts": {"0": [1]}, "shared_experts": false, "non_expert_modules": false}'
+    )
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert str(call("~/own")) == str(call(str(own)))
+    assert not list(here.iterdir())

@@ -14,6 +14,7 @@ from moebook.evaluation import harness, sandbox
 FOLDERS = (
     "arc",
     "drop",
+    "evalita_llm",
     "gsm8k",
     "hellaswag",
     "mbpp",
@@ -22,7 +23,9 @@ FOLDERS = (
     "openbookqa",
     "piqa",
     "siqa",
+    "squadv2",
     "super_glue/boolq",
+    "unitxt",
     "wikitext",
     "winogrande",
 )

@@ -215,6 +215,18 @@ def test_a_benchmark_that_counts_no_answer_as_right_is_refused_before_it_is_run(
     refused(words, benchmarks.load, ["drop"], tmp_path)
 
 
+@pytest.mark.parametrize("name", ["squadv2", "ag_news"])
+def test_what_code_of_lm_eval_makes_is_not_read_from_a_folder(name, tmp_path):
+    words = f"E-DATA: benchmark '{name}' is made by code of lm-eval; it cannot be read"
+    refused(words, benchmarks.load, [name], tmp_path)
+
+
+def test_a_benchmark_that_is_broken_inside_lm_eval_is_told_in_one_line(tmp_path):
+    name = "evalita-mp_ner_fic_group"
+    words = f"E-DATA: lm-eval cannot make benchmark '{name}' .*has no function"
+    refused(words, benchmarks.load, [name], tmp_path)
+
+
 PLACE = "baber/piqa/validation.jsonl"
 
 

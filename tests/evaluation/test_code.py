@@ -1,6 +1,7 @@
 """Programs in the sandbox: verdicts, forgeries, hostile ones; pass@k; kept ones."""
 
 import gzip
+import io
 import json
 import os
 import platform
@@ -75,6 +76,23 @@ def test_a_program_gets_a_verdict_in_one_line(written, verdict, monkeypatch):
     assert found.startswith(verdict)
     assert "\n" not in found
     assert len(found) < 300
+
+
+NODE = """from dataclasses import dataclass
+@dataclass
+class Node:
+    value: int
+    after: "Node" = None
+"""
+
+
+@boxed
+@pytest.mark.parametrize("first", ["", "from __future__ import annotations\n"])
+def test_a_program_and_its_tests_may_quote_types_of_their_own(first):
+    nodes = first + NODE
+    written = nodes + "def f(x):\n    return Node(x).value\n"
+    found = sandbox.judged(written, given=nodes, tests="assert f(Node(3).value) == 3")
+    assert found == "passed"
 
 
 @boxed
@@ -297,6 +315,12 @@ def test_damaged_tests_of_humaneval_are_no_failure_of_a_program(change, words):
         code.tests("humaneval", ROW | change)
 
 
+@pytest.mark.parametrize("name", ["test_list", "test_setup_code"])
+def test_damaged_tests_of_mbpp_are_no_failure_of_a_program(name):
+    with pytest.raises(TypeError, match=f"field '{name}' is no"):
+        code.tests("mbpp", PROGRAM | {name: None})
+
+
 def test_what_python_warns_of_in_an_items_code_is_its_authors_business():
     prompt = 'def one():\n    """A digit is \\d."""\n'
     check = "def check(candidate):\n    assert candidate() is 1"
@@ -339,3 +363,33 @@ def test_the_solutions_of_humaneval_pass():
         for row in rows
     ]
     assert found == ["passed"] * 164
+
+
+def test_an_int_of_more_digits_than_python_writes_crosses_both_ways():
+    def crossed(value):
+        return inside.unpacked(json.loads(json.dumps(inside.packed(value))))
+
+    for value in (10**5000, -(10**5000), [2**20_000, 7], True, 10**3000):
+        assert crossed(value) == value
+    assert crossed(True) is True
+
+
+def test_after_a_reply_that_is_too_long_every_later_call_is_refused(monkeypatch):
+    monkeypatch.setattr(inside, "LONGEST", 20)
+    long = json.dumps(["value", "x" * 25])
+    rest = json.dumps(["value", "forged"])
+    replies = io.StringIO(f"{long[:20]}{rest}\n")
+    call = inside.remote("f", io.StringIO(), replies)
+    other = inside.remote("g", io.StringIO(), replies)
+    for asked in (call, call, other):
+        with pytest.raises(RuntimeError, match=inside.ENDED):
+            asked()
+
+
+@boxed
+def test_tests_of_large_ints_and_of_texts_that_are_too_long_are_judged():
+    power = "assert f(10**5000) == 2 * 10**5000"
+    assert sandbox.judged("def f(n): return 2 * n", tests=power) == "passed"
+    calls = "try: f(6_000_000)\nexcept RuntimeError: pass\nassert f(3) == 'xxx'"
+    verdict = sandbox.judged("def f(n): return n * 'x'", tests=calls)
+    assert verdict == f"failed: RuntimeError: {inside.ENDED}"

@@ -73,6 +73,40 @@ def test_no_row_is_asked_for_where_no_arm_chooses_a_rate_by_it(
         targets.whole(settings, None, None, pool("abcdef", "abcdef"), arms)
 
 
+@pytest.mark.parametrize("way", ["tuned", "tuned_alone"])
+@pytest.mark.parametrize("fails", ["training", "block"])
+def test_the_mixture_is_taken_off_the_base_whatever_fails(monkeypatch, way, fails):
+    def tune(model, *_, **__):
+        model.rocket = rocket.apply.Origin(
+            base="0",
+            config=rocket.Config(experts=1, top_k=1),
+            experts=("a",),
+            scales=(1.0,),
+            rank=2,
+            paths=(),
+        )
+        if fails == "training":
+            raise InterruptedError
+
+    monkeypatch.setattr(targets.pipeline, "tune", tune)
+    blank = dict.fromkeys(field.name for field in fields(targets.Targets))
+    known = {
+        "settings": SETTINGS | {"epochs": 0, "experts": 1, "selected": 1},
+        "model": torch.nn.Linear(1, 1),
+        "bank": {"a": None},
+        "cases": {"mine": SimpleNamespace(shots=[])},
+        "arms": {"a": SimpleNamespace(config=None)},
+    }
+    made = targets.Targets(**blank | known)
+    monkeypatch.setattr(targets.Targets, "recipe", {})
+    monkeypatch.setattr(targets.Targets, "experts", lambda *_: ["a"])
+    monkeypatch.setattr(targets.Targets, "rows", lambda *_: [])
+    monkeypatch.setattr(targets.checks, "main", lambda _: None)
+    with pytest.raises(InterruptedError), getattr(made, way)("mine", "a", 0.1):
+        raise InterruptedError
+    assert not hasattr(made.model, "rocket")
+
+
 def test_what_perplexity_foretells_has_the_signs_that_its_claims_read():
     """By hand, of squared differences of ranks: 1 - 6 (1 + 1) / (4 (4^2 - 1)) is 0.8."""
     loras = pd.MultiIndex.from_product(

@@ -310,6 +310,24 @@ def test_an_activation_without_a_gradient_is_refused_in_the_backward_pass():
     )
 
 
+def test_an_activation_that_reads_parameters_is_refused_in_the_backward_pass():
+    """Its parameters hide in a closure, or in a bound method; it may read nothing else."""
+    beta = torch.nn.Parameter(torch.tensor(1.5))
+    acts = (
+        lambda x: x * (beta.exp() * x).sigmoid(),
+        torch.nn.PReLU().forward,
+        lambda x: torch.ones_like(x) * beta,
+    )
+    for act in acts:
+        of = {name: t.requires_grad_() for name, t in draw("experts", SIZES).items()}
+        y = call("experts", of, "torch", act=act)
+        message = "E-GRADIENT: experts: act reads parameters, which would get no grad"
+        refusals.refused(message, y.sum().backward)
+    beta.requires_grad_(False)
+    call("experts", of, "torch", act=acts[0]).sum().backward()
+    call("experts", of, "torch", act=lambda x: x).sum().backward()
+
+
 @pytest.mark.parametrize("impl", ["torch", "reference", "triton"])
 @pytest.mark.parametrize("op", ["adapters", "lora_mixture"])
 def test_a_scale_has_a_gradient(op, impl):
@@ -399,26 +417,45 @@ def test_kernels_are_launched_where_the_first_tensor_lies(op, monkeypatch):
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
 @pytest.mark.parametrize("op", ["experts", "adapters", "lora_mixture"])
-def test_autocast_changes_nothing_inside_an_op(op, impl):
-    def run(low):
+def test_under_autocast_an_op_computes_whole_in_autocasts_dtype(op, impl):
+    def run(by_hand):
         of = {name: t.requires_grad_() for name, t in draw(op, SIZES).items()}
-        with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            y = call(op, of, impl)
+        given = dict(of)
+        if by_hand:
+            low = [name for name in of if name not in ("logits", "gates", "base")]
+            given |= {name: of[name].bfloat16() for name in low}
+        with torch.autocast("cpu", torch.bfloat16, enabled=not by_hand):
+            y = call(op, given, impl)
         return [y, *torch.autograd.grad(y.square().sum(), list(of.values()))]
 
-    assert all(map(torch.equal, run(False), run(True)))
+    found = run(by_hand=False)
+    assert all(map(torch.equal, run(by_hand=True), found))
+    y, *gradients = found
+    # What a LoRA's base puts out is cast by the base.
+    assert y.dtype == (torch.float32 if op == "lora_mixture" else torch.bfloat16)
+    assert all(gradient.dtype == torch.float32 for gradient in gradients)
+
+
+def test_under_autocast_float64_stays_as_in_a_linear_layer():
+    wide = draw("experts", SIZES, torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = call("experts", wide, "torch")
+        linear = torch.nn.functional.linear(wide["x"], wide["down"][0].mT)
+    assert y.dtype == linear.dtype == torch.float64
+    assert torch.equal(y, call("experts", wide, "torch"))
 
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("op", ["experts", "split_experts", "adapters", "lora_mixture"])
 def test_a_backward_pass_inside_autocast_is_that_outside(op):
-    def run(low):
+    def run(inside):
         of = {name: t.requires_grad_() for name, t in draw(op, SIZES).items()}
         given = of | (
             {"slots": torch.tensor([-1, 0, -1])} if op.startswith("s") else {}
         )
-        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        with torch.autocast("cpu", torch.bfloat16):
             loss = call(op, given, "torch").square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
             return torch.autograd.grad(loss, list(of.values()), allow_unused=True)
 
     for outside, inside in zip(run(False), run(True), strict=True):

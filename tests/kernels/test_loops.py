@@ -249,6 +249,11 @@ def test_any_elementwise_activation_will_do_and_triton_knows_silu_alone():
             torch.nn.Sequential(torch.nn.SiLU(inplace=True)),
             "act is Sequential, expected one",
         ),
+        (torch.nn.RReLU(), "act is RReLU, which the backward pass would draw anew"),
+        (
+            torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.5)),
+            "act is Sequential, which the backward pass would draw anew",
+        ),
     ],
 )
 def test_an_activation_that_the_backward_pass_would_miss_is_refused(act, why, impl):

@@ -117,6 +117,9 @@ IDS = torch.zeros(4, 1, dtype=torch.int64)
         (route, {"combine": "sum"}, "E-CHOICE"),
         (balance_loss, {"form": "dead"}, "E-CHOICE"),
         (balance_loss, {"mask": torch.ones(3)}, "E-SHAPE"),
+        (balance_loss, {"mask": torch.tensor([1, 0, 2, 1])}, "E-RANGE: .* 0 to 2, exp"),
+        (balance_loss, {"mask": torch.full((4,), 0.5)}, "E-RANGE"),
+        (balance_loss, {"mask": torch.full((4,), torch.nan)}, "E-RANGE"),
         (
             balance_loss,
             {"logits": torch.zeros(4, 0)},

@@ -295,6 +295,8 @@ def test_on_a_chain_the_two_rules_differ_and_of_equal_keys_the_earlier_goes(impl
             "E-TYPE: .*: the pool holds a ndarray",
         ),
         (nearest_rows, {"pool": []}, "E-DATA: the pool is empty"),
+        (nearest_rows, {"pool": None}, "E-TYPE: .*: the pool is a NoneType"),
+        (nearest_rows, {"pool": 3}, "E-TYPE: .*: the pool is a int, not tensors"),
         (nearest_rows, {"count": 0}, "E-RANGE: .* count is 0, expected at least 1"),
         (
             nearest_rows,

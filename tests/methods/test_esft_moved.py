@@ -99,6 +99,19 @@ def test_esfts_checkpoint_moved_the_chosen_experts_by_what_was_added(tmp_path):
     assert again.change.to_numpy() == pytest.approx(table.change.to_numpy())
 
 
+def test_a_folder_called_like_a_shipped_base_is_read_as_the_folder(
+    tmp_path, monkeypatch
+):
+    base = host("nano-moe")
+    changed = host("nano-moe")
+    with torch.no_grad():
+        changed.model.layers[1].mlp.experts.down_proj[0] *= 2
+    whole(changed, tmp_path / "nano-moe")
+    monkeypatch.chdir(tmp_path)
+    assert esft.moved(base, "nano-moe").moved.sum() == 1
+    assert esft.moved(base, "./nano-moe").moved.sum() == 1
+
+
 def test_a_strangers_lora_on_experts_moved_those_whose_product_is_not_zero(tmp_path):
     base = host("mixtral")
     config = LoraConfig(

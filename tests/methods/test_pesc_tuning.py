@@ -170,6 +170,32 @@ def test_error_is_0_for_equal_models_and_1_for_adapters_that_never_moved(host, b
         dense,
         [],
     )
+    # A row without a label is no row of the lists.
+    labels = batch["labels"].clone()
+    labels[2] = -100
+    less = {**batch, "labels": labels}
+    gaps, recovered, _ = pesc.approximation_error(crafted, full, dense, [less])
+    assert gaps == pytest.approx(want[:2], rel=1e-3, abs=1e-6)
+    assert len(recovered) == 2
+
+
+def test_error_is_refused_where_it_would_say_nothing(host, batch):
+    config = pesc.Config(**SMALL, host="frozen")
+    crafted = pesc.craft(host(), config)
+    untrained = pesc.full_experts(host(), config)
+    full = train(pesc.full_experts(host(), config), batch, steps=3, lr=0.01)
+    broken = copy.deepcopy(full)
+    broken.model.layers[0].mlp.experts.down_proj.data.fill_(torch.nan)
+    other = host()
+    other.lm_head.weight.data += 1
+
+    def told(message, *models):
+        refused(message, pesc.approximation_error, *models, [batch])
+
+    told("E-DATA: .* full's experts are the dense MLPs", crafted, untrained, host())
+    told("E-MODEL: the model has not been through pesc", crafted, host(), host())
+    told("E-BASE: approximation_error: pesc belongs to base", crafted, full, other)
+    told("E-NONFINITE: .* the loss of full is not finite", crafted, broken, host())
 
 
 def test_width_512_gives_the_printed_sizes_and_64_does_not():

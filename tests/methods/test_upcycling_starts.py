@@ -11,7 +11,7 @@ from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache
+from transformers import BertConfig, BertLMHeadModel, DynamicCache
 
 from moebook import models
 from moebook.analysis.routers import statistics
@@ -267,6 +267,20 @@ def test_perplexities_are_those_of_one_row_at_a_time(host):
         labels = enumerate(row["labels"])
         nats = [-logs[i - 1, t].item() for i, t in labels if i and t != -100]
         assert value == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
+
+
+def test_a_perplexity_that_no_number_holds_and_a_model_that_looks_ahead_are_refused(
+    host,
+):
+    model = host()
+    model.get_output_embeddings().weight.data *= 1e7
+    words = "E-NONFINITE: row .*: its perplexity is not finite"
+    refused(words, upcycling.hardest, model, {"a": DATA}, share=0.5)
+    settings = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64}
+    settings |= {"num_hidden_layers": 2, "num_attention_heads": 2}
+    encoder = BertLMHeadModel(BertConfig(**settings))
+    words = "E-MODEL: perplexities: BertLMHeadModel is no causal language model"
+    refused(words, perplexities, encoder, DATA)
 
 
 def test_the_hardest_share_of_each_task_is_kept_in_order(host):

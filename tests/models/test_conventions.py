@@ -347,7 +347,7 @@ def test_a_model_that_looks_ahead_is_refused(kind, saved, byte_tokenizer):
     refused(AHEAD, models.load, saved(model))
     refused(AHEAD, InMemory, model, byte_tokenizer, 2)
     refused(AHEAD, training.nats, model, encoded)
-    refused(AHEAD, training.fit, model, encoded, steps=1)
+    refused(AHEAD, training.fit, model, encoded, steps=2)
     causal = {"is_decoder": True, "use_bidirectional_attention": False}
     check(made(kind, **NOT_CAUSAL[kind] | causal), loss=True)
 
@@ -363,7 +363,7 @@ def test_a_loss_that_is_not_the_next_tokens_likelihood_is_refused_where_it_is_us
         "E-MODEL: the loss of BartForCausalLM is not the likelihood of the next token"
     )
     refused(words, training.nats, model, encoded)
-    refused(words, training.fit, model, encoded, steps=1)
+    refused(words, training.fit, model, encoded, steps=2)
 
 
 def test_a_model_that_averages_its_loss_tells_no_nats_of_several_batches(
@@ -406,7 +406,7 @@ def test_what_computes_no_numbers_or_nothing_is_refused(
     words = "E-MODEL: MixtralForCausalLM cannot read 8 tokens .RuntimeError"
     refused(words, InMemory, greedy, byte_tokenizer, 2)
     refused(words, training.nats, greedy, encoded)
-    refused(words, training.fit, greedy, encoded, steps=1)
+    refused(words, training.fit, greedy, encoded, steps=2)
     refused(
         "E-MODEL: LlamaModel gives no logits", InMemory, tiny().model, byte_tokenizer, 2
     )

@@ -1,5 +1,6 @@
 """Loading by name: what comes back is what was saved; what is unsafe is refused."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -13,7 +14,13 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers
-from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -191,6 +198,35 @@ def test_a_hub_that_gives_nothing_is_told_in_one_line(error, read, monkeypatch):
     answered(monkeypatch, answer)
     words = f"E-OFFLINE: acme/tiny@{COMMIT} .*{type(error).__name__}"
     refusals.refused(words, read, f"acme/tiny@{COMMIT}")
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+FORBIDDEN = PermissionError(errno.EACCES, "Permission denied", "/cache")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (FULL, "E-DISK: .* is not fetched: .*No space left on device; make room there"),
+        (FORBIDDEN, "E-PERM: .* is not fetched: .*Permission denied: '/cache'"),
+        (GatedRepoError, "E-PERM: .*404 Client Error.*accept its licence .* log in"),
+        (RepositoryNotFoundError, "E-NOFILE: .*404 Client Error.*check the name"),
+        (RevisionNotFoundError, "E-NOFILE: .*404 Client Error.*check .* commit"),
+    ],
+)
+@pytest.mark.parametrize("read", [models.load, skeleton.configuration])
+def test_why_the_hub_gives_nothing_is_told_with_its_remedy(
+    error, words, read, monkeypatch
+):
+    if isinstance(error, type):
+        error = error("404 Client Error.\n\nNot found.", response=Mock(headers={}))
+
+    def answer(*_, **__):
+        raise error
+
+    answered(monkeypatch, answer)
+    refusal = refusals.refused(words, read, f"acme/tiny@{COMMIT}")
+    assert f"acme/tiny@{COMMIT}" in refusal.message
 
 
 @pytest.mark.parametrize("repo", ["acme/tiny", "mistralai/Mistral-7B-v0.1"])

@@ -195,6 +195,10 @@ def test_phases_follow_one_another_and_bad_recipes_and_numbers_of_steps_are_refu
     ]:
         recipe.write_text(yaml.safe_dump(RECIPE | change))
         refused(f"E-CONFIG: {recipe}: {words}", run, recipe, "whole")
+    for content, held in (("", "None"), ("- 1\n", ".1.")):
+        recipe.write_text(content)
+        words = f"E-CONFIG: {recipe}: holds {held}, expected a mapping of model_type"
+        refused(words, run, recipe, "whole")
     assert not (recipe.parent / "whole").exists()
 
 

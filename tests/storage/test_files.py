@@ -210,6 +210,25 @@ def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path):
     assert storage.commit(tmp_path) == {"id": "abc", "dirty": False}
 
 
+def test_a_file_at_a_commit_is_the_projects_own_in_a_larger_repository(tmp_path):
+    project = tmp_path / "parts" / "moebook"
+    storage.write(project / "notebooks" / "toy.yaml", "ours")
+    storage.write(project / "notebooks" / "alone.yaml", "ours alone")
+    storage.write(tmp_path / "notebooks" / "toy.yaml", "theirs")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "toy")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    known = storage.commit(project)
+    held = {
+        "toy.yaml": "ours",
+        "alone.yaml": "ours alone",
+        "none.yaml": None,
+        ".": None,
+    }
+    for name, text in held.items():
+        assert files.at(known, project / "notebooks" / name, project) == text
+
+
 def test_the_project_has_a_config_and_a_failed_write_leaves_the_old_file(
     tmp_path, monkeypatch
 ):

@@ -21,8 +21,9 @@ from moebook.experiments.together import arms
 from moebook.methods import esft, pesc, rocket, upcycling
 from moebook.methods.rocket.loras import Lora, attached, linears
 from moebook.models.anatomy import sparse_layers
-from moebook.nn import routers
+from moebook.nn import SplitExperts, routers
 from moebook.together import budget, combining
+from moebook.training.precision import widen
 from tests.methods.conftest import build
 from tests.refusals import refused
 
@@ -469,6 +470,23 @@ def test_what_is_stored_is_what_the_base_has_not(setups, name):
     if name == "esft":  # as if the chosen experts had trained on
         model.model.layers[0].mlp.experts.gate_up_proj.data += 1
     assert together.stored(model, setup.base) == pytest.approx(expected, rel=1e-3)
+
+
+def test_of_a_host_in_16_bits_as_many_frozen_experts_are_left_out_as_train(setups):
+    """What trains is float32, so an expert's copy has twice the bytes of the frozen one."""
+    base = deepcopy(setups["nano-moe"].base).bfloat16()
+    chosen = {layer.index: (0, 1, 2) for layer in sparse_layers(base)}
+    model = esft.specialise(deepcopy(base), esft.Selection(experts=chosen))
+    widen(model)
+    trained = [part for part in model.parameters() if part.requires_grad]
+    for parameter in trained:
+        parameter.data += torch.randn_like(parameter)
+    # As if the base itself had trained before the experts were chosen.
+    frozen = next(part for part in model.modules() if isinstance(part, SplitExperts))
+    frozen.frozen.gate_up_proj.data += 1
+    others = frozen.frozen.gate_up_proj[3:]
+    expected = 4 * combining.trained(model) + 2 * others.numel()
+    assert together.stored(model, base) == expected
 
 
 def test_what_is_forgotten_is_the_rise_on_plain_texts(dense):

@@ -173,11 +173,11 @@ def test_folders_of_others_or_in_use_and_files_are_refused(
     stage.rmdir()
     held = Store(folder=tmp_path, run={}, every=1).locked()
     with held, pytest.raises(Refusal, match=f"process {os.getpid()}"):
-        fit(lora(), rows(), steps=1, output=tmp_path)
+        fit(lora(), rows(), steps=2, output=tmp_path)
     for empty in ("", " "):
         refused("E-PATH: output is empty", fit, lora(), rows(), steps=1, output=empty)
     (tmp_path / "run").touch()
-    refused("E-PATH", fit, lora(), rows(), steps=1, output=tmp_path / "run")
+    refused("E-PATH", fit, lora(), rows(), steps=2, output=tmp_path / "run")
 
 
 @pytest.mark.parametrize(

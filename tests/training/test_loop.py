@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from moebook.errors import Refusal
 from moebook.nn.batch import check_batch
-from moebook.training import fit
+from moebook.training import fit, nats
 from moebook.training.batches import Batches
 from tests.refusals import refused
 
@@ -209,7 +209,8 @@ def test_a_bad_first_loss_is_not_put_down_to_the_rate(tiny, rows):
     model = tiny()
     model.model.norm.weight.data.fill_(math.nan)
     fix = "look at the weights, the rows and the penalty"
-    refused(f"E-NONFINITE: step 1: loss nan.*: {fix}", fit, model, rows(), steps=1)
+    words = f"E-NONFINITE: step 1: loss nan.*: {fix}"
+    refused(words, fit, model, rows(), steps=1, warmup=0.0)
 
 
 def random_states():
@@ -244,8 +245,10 @@ def test_training_leaves_the_surroundings_as_they_were(
         ({"lr": 2**1024 - 1}, "E-RANGE: lr has a number of 1024 bits"),
         ({"betas": (0.9, 1.0)}, "E-RANGE: betas"),
         ({"schedule": "cosin"}, "E-CHOICE: .*'cosine'"),
-        ({"optimizer": "paged_32bit"}, "E-DEVICE: optimizer"),
-        ({"rates": {"weigh": 0.1}}, "E-NAME: rates names 'weigh'"),
+        ({"optimizer": "paged_32bit", "steps": 2}, "E-DEVICE: optimizer"),
+        ({"rates": {"weigh": 0.1}, "steps": 2}, "E-NAME: rates names 'weigh'"),
+        ({"steps": 1}, "E-RANGE: steps = 1: the only step is that of the warm-up"),
+        ({}, "E-RANGE: steps = 1: the only step is that of the warm-up"),
         ({"rates": {"lora_A": -1.0}}, "E-RANGE: rates.lora_A is -1.0"),
         (
             {"milestones": [((1, 3), id)], "steps": 2},
@@ -295,20 +298,20 @@ def test_models_that_cannot_be_trained_or_not_in_parts_are_refused(
 ):
     model = lora()
     model.get_base_model().accepts_loss_kwargs = False
-    fit(model, rows(), steps=1)
+    fit(model, rows(), steps=2)
     refused(
         r"E-MODEL: PeftModel.* averages its loss",
         fit,
         model,
         rows(),
-        steps=1,
+        steps=2,
         accumulate=2,
     )
     with pytest.raises(Refusal, match="E-MODEL: no parameter requires a gradient"):
-        fit(model.requires_grad_(False), rows(), steps=1)
+        fit(model.requires_grad_(False), rows(), steps=2)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     refused(
-        "E-CHOICE: ACCELERATE_USE_FSDP was set too late", fit, lora(), rows(), steps=1
+        "E-CHOICE: ACCELERATE_USE_FSDP was set too late", fit, lora(), rows(), steps=2
     )
 
 
@@ -338,7 +341,7 @@ def test_each_module_has_its_own_mode_back_and_each_gpu_its_random_state(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_rng_state", lambda gpu: f"of {gpu}")
     monkeypatch.setattr("torch.cuda.set_rng_state", lambda *given: states.append(given))
-    fit(model, rows(), steps=1, batch=4, pad_id=2)
+    fit(model, rows(), steps=2, batch=4, pad_id=2)
     assert [module.training for module in model.modules()] == modes
     assert states == [("of 0", 0), ("of 1", 1)]
 
@@ -347,11 +350,31 @@ def test_what_a_cluster_says_of_its_size_starts_nothing(tiny, rows, monkeypatch)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     for name, value in {"WORLD_SIZE": "2", "PMI_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    history = fit(tiny(), rows(), steps=1, batch=4, pad_id=2)
-    assert history.step == [1]
+    history = fit(tiny(), rows(), steps=2, batch=4, pad_id=2)
+    assert history.step == [1, 2]
     assert not torch.distributed.is_initialized()
     assert (os.environ["WORLD_SIZE"], os.environ["PMI_SIZE"]) == ("2", "2")
     assert "LOCAL_RANK" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("USE_DEEPSPEED", "true", "DEEPSPEED is not supported"),
+        ("USE_MEGATRON_LM", "true", "MEGATRON_LM is not supported"),
+        ("USE_FSDP", "maybe", "accelerate does not start .*invalid truth value maybe"),
+        ("GRADIENT_ACCUMULATION_STEPS", "x", "accelerate does not start .*'x'"),
+        ("TORCH_DEVICE", "meta", "accelerate is told of device meta, .* is on cpu"),
+    ],
+)
+def test_what_accelerate_cannot_do_is_told_with_what_is_supported(
+    name, value, said, tiny, rows, monkeypatch
+):
+    monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    words = f"E-CHOICE: {said}.*: (launch with --multi_gpu, or with FSDP2|unset)"
+    refused(words, fit, tiny(), rows(), steps=2, batch=4, pad_id=2)
+    monkeypatch.delenv(f"ACCELERATE_{name}")
+    assert fit(tiny(), rows(), steps=2, batch=4, pad_id=2).step == [1, 2]
 
 
 def noisy(model):
@@ -492,3 +515,12 @@ def test_rows_that_cannot_be_learnt_are_refused(ids, labels, words):
         Batches(
             Dataset.from_dict({"input_ids": ids, "labels": labels}), 2, seed=0, pad_id=2
         )
+
+
+def test_rows_that_were_not_encoded_are_refused_without_their_content(tiny):
+    plain = [{"prompt": "the patient said", "answer": "yes"}]
+    model = tiny()
+    words = "is list, expected what data.encode returns$"
+    refused(f"E-TYPE: train {words}", fit, model, plain, steps=2, batch=2, pad_id=2)
+    refused(f"E-TYPE: rows {words}", nats, model, plain, pad_id=2)
+    refused(f"E-TYPE: rows {words}", Batches, plain, 2, seed=0, pad_id=2)

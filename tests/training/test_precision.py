@@ -16,7 +16,10 @@ from peft import (
     inject_adapter_in_model,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
+from moebook.methods import pesc, upcycling
 from moebook.training import fit, step_memory, widen
 from tests.refusals import refused
 
@@ -187,3 +190,46 @@ def test_bytes_of_a_step_are_those_that_training_holds(tiny, rows):
     model = lora(tiny().bfloat16())
     numbers = sum(part.numel() for part in model.parameters() if part.requires_grad)
     assert step_memory(model, batch).trained == 3 * 4 * numbers
+
+
+class Products(TorchDispatchMode):
+    """Notes of each product its dtype and the sizes of its factors."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._overloadpacket in flop_registry:
+            factors = [part for part in args if isinstance(part, torch.Tensor)]
+            sizes = {size for part in factors for size in part.shape}
+            self.seen += [(part.dtype, sizes) for part in factors]
+        return func(*args, **kwargs or {})
+
+
+def upcycled(host):
+    """Four experts in each FFN, all of them trained."""
+    config = upcycling.Config(experts=4, top_k=2)
+    return upcycling.upcycle(host, config).requires_grad_(True)
+
+
+def crafted(host):
+    config = pesc.Config(experts=4, top_k=2, adapter_width=8, host="full")
+    return pesc.prepare(host, config)
+
+
+@pytest.mark.parametrize("make", [upcycled, crafted])
+def test_bf16_computes_experts_in_bfloat16_as_dense_layers(make, tiny, rows):
+    model = make(tiny())
+    kinds = []
+    for part in model.parameters():
+        part.register_post_accumulate_grad_hook(
+            lambda part: kinds.append(part.grad.dtype)
+        )
+    with Products() as products:
+        fit(model, rows(), steps=1, **RECIPE, bf16=True)
+    # Products of routers, of which 4 is the number of experts, stay float32.
+    others = {dtype for dtype, sizes in products.seen if 4 not in sizes}
+    assert others == {torch.bfloat16}
+    assert {dtype for dtype, sizes in products.seen if 4 in sizes} >= {torch.float32}
+    assert set(kinds) == {torch.float32}

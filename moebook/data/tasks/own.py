@@ -36,6 +36,10 @@ def read(path: Path) -> list[Item]:
     if path.suffix != ".jsonl":
         expected = "expected JSON lines in a file named *.jsonl"
         refuse("E-DATA", f"{path}: {expected}")
+    if path.is_dir():
+        refuse("E-NOFILE", f"{path} is a folder, expected a file of JSON lines")
+    if not path.is_file():
+        refuse("E-NOFILE", f"{path}: no such file; expected JSON lines")
     items = [_item(row, where) for where, row in local(path)]
     _check_splits(items)
     return items

@@ -116,7 +116,7 @@ def _measured(
     train = Dataset.from_dict({"input_ids": ids, "labels": ids})
     brief = [ids[0][:8]]
     warm_up = Dataset.from_dict({"input_ids": brief, "labels": brief})
-    fit(model, warm_up, steps=1)  # loads what is loaded at the first use
+    fit(model, warm_up, steps=1, warmup=0.0)  # loads what is loaded at the first use
 
     # The longer run less the shorter one: a step without what a training begins with.
     run = partial(fit, model, train, batch=batch, accumulate=PARTS)

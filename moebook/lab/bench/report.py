@@ -311,10 +311,19 @@ Points = np.ndarray[Any, Any]  # value and milliseconds, [points, 2]
 
 
 def told(panels: Mapping[str, Mapping[str, Points]]) -> str:
-    """Say in how many of the panels of `curves` ours is the fastest at the largest size."""
-    both = [one for one in panels.values() if {"ours", "fastest other"} <= one.keys()]
-    ahead = sum(one["ours"][-1, 1] <= one["fastest other"][-1, 1] for one in both)
-    return f"At the largest size ours is the fastest in {ahead} of {len(both)} sweeps"
+    """Say in how many of the panels of `curves` ours is the fastest at the largest size.
+
+    A panel in which ours and the fastest other end at different sizes does not count.
+    """
+    leads = []
+    for panel in panels.values():
+        if {"ours", "fastest other"} <= panel.keys():
+            size, ours = panel["ours"][-1]
+            others_size, other = panel["fastest other"][-1]
+            if size == others_size:
+                leads.append(ours <= other)
+    counts = f"{sum(leads)} of {len(leads)}"
+    return f"At the largest size ours is the fastest in {counts} sweeps"
 
 
 def curves(frame: pd.DataFrame) -> dict[str, dict[str, Points]]:

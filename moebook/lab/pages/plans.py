@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from moebook import runtime, storage
+from moebook.errors import refuse
 from moebook.lab import papers, planning
 from moebook.lab.pages.filling import page
 from moebook.lab.planning import Plan
@@ -30,12 +31,30 @@ middle one of May 2026 (--price). Not counted: tests, the
 choice of experts and rows, PHATGOOSE's gates."""
 
 
-def plans(notebook: str, given: Mapping[str, Any], gpu: str, **how: Any) -> list[Plan]:
-    """Plan every training of a notebook on a machine such as ``h200x8``."""
+def plans(
+    notebook: str,
+    given: Mapping[str, Any],
+    gpu: str,
+    *,
+    tokens: int | None = None,
+    **how: Any,
+) -> list[Plan]:
+    """Plan every training of a notebook on a machine such as ``h200x8``.
+
+    ``tokens`` is the mean of a row; of a training whose rows are shorter by rule, its most.
+    """
     on = planning.machine(gpu)
-    return [
-        planning.plan(training, on, **how) for training in trainings(notebook, given)
-    ]
+    asked = trainings(notebook, given)
+    longest = max(training.length for training in asked)
+    if tokens is not None and tokens > longest:
+        most = f"rows have at most {longest} tokens"
+        name = " (max_length)" if given.get("max_length") == longest else ""
+        refuse("E-RANGE", f"--tokens {tokens}: {most}{name}")
+    found: list[Plan] = []
+    for training in asked:
+        mean = None if tokens is None else min(tokens, training.length)
+        found.append(planning.plan(training, on, tokens=mean, **how))
+    return found
 
 
 def report(

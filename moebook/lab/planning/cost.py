@@ -154,6 +154,10 @@ def plan(training: Training, on: Machine, **assumed: Any) -> Plan:
     True
     """
     given = Assumed(**assumed)
+    mean = given.tokens or training.length
+    if mean > training.length:
+        most = f"a row of the training has at most {training.length} (length)"
+        refuse("E-RANGE", f"tokens is {mean}: {most}")
     rows = math.ceil(training.batch / (on.count * training.accumulate))
     way = Way("DDP", on.count, rows, training.checkpointing, training.method.quantised)
     chosen = _fitting(training, on, way)
@@ -163,7 +167,7 @@ def plan(training: Training, on: Machine, **assumed: Any) -> Plan:
 
     # A step: the micro-batches of one GPU, then the optimizer, which moves its state.
     times = training.steps * training.turns
-    full = min(1.0, (given.tokens or training.length) / training.length)
+    full = mean / training.length
     on_each = full * math.ceil(training.batch / (taken.count * taken.rows))
     on_all = full * training.batch / taken.rows
     moved = state(need, need.moments) / on.gpu.bandwidth

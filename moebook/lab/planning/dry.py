@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from moebook.errors import Refusal, refuse
@@ -17,6 +18,8 @@ from moebook.lab.planning.methods import Method
 from moebook.lab.planning.tally import Op, Tally
 from moebook.models.anatomy import NAME, anatomy, count, register_experts
 from moebook.models.skeleton import autocast, configuration, on_meta, skeleton
+from moebook.nn.batch import longest
+from moebook.settings import Count, record
 from moebook.training import recompute, widen
 
 NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8
@@ -28,7 +31,7 @@ MOMENTS = {
 }
 
 
-@dataclass(frozen=True)
+@record
 class Training:
     """A method on a host, with the recipe that decides what it needs; every row is full.
 
@@ -37,19 +40,21 @@ class Training:
 
     host: str  # what `configuration` takes
     method: Method
-    length: int  # tokens a row
-    batch: int = field(compare=False)  # rows a step, of all devices together
-    steps: int = field(compare=False)
+    length: Count  # tokens a row
+    batch: Count = field(compare=False)  # rows a step, of all devices together
+    steps: Count = field(compare=False)
     name: str = field(default="", compare=False)
     # Of the host; what trains is float32 or wider, as in `fit`.
     dtype: torch.dtype = torch.float32
     autocast: bool = False  # computed in bfloat16, whatever the weights are in
-    accumulate: int = field(default=1, compare=False)
-    turns: int = field(default=1, compare=False)  # how often: tasks, tries of a rate
-    optimizer: str = field(default="adamw", compare=False)
+    accumulate: Count = field(default=1, compare=False)
+    turns: Count = field(default=1, compare=False)  # how often: tasks, tries of a rate
+    optimizer: Literal["adamw", "paged_32bit", "paged_8bit"] = field(
+        default="adamw", compare=False
+    )
     checkpointing: bool = field(default=False, compare=False)
     # Bytes that the notebook holds beside it.
-    beside: float = field(default=0.0, compare=False)
+    beside: Annotated[float, Field(ge=0)] = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,11 @@ def dry_run(
     The host has so many ``layers``, by default all of its own.
     """
     model = skeleton(configuration(training.host), training.dtype, layers=layers)
+    if training.length > longest(model):
+        where = f"{training.host}: a row has {training.length} tokens"
+        refuse(
+            "E-RANGE", f"{where}, the model takes {longest(model)}: lower the length"
+        )
     register_experts()
     model.set_experts_implementation(NAME)
     # Which methods change in place.
@@ -133,7 +143,9 @@ def dry_run(
     gradients = [part.grad for part in trained if part.grad is not None]
     held = [*model.parameters(), *model.buffers(), *gradients]
     ids = torch.zeros(rows, training.length, dtype=torch.long, device="meta")
-    with _without_values(training.host), on_meta(), Tally(held) as tally:
+    # Our ops look for it, see `kernels.dispatch.lowered`; linear layers are told above.
+    products = torch.autocast("cpu", torch.bfloat16, enabled=training.autocast)
+    with _without_values(training.host), on_meta(), products, Tally(held) as tally:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     linears: list[Tensor] = []
     largest = 0

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from peft import LoraConfig
 from torch import nn
 
 from moebook.experiments import Arm
@@ -102,11 +101,8 @@ def bank_lora(rank: int) -> Method:
     """Train one LoRA on queries and values, as those of Rocket's bank are."""
 
     def made(host: nn.Module) -> nn.Module:
-        paths = list(rocket.loras.linears(host, Q_AND_V))
         dropout = rocket.bank.RECIPE["dropout"]
-        shape = LoraConfig(
-            r=rank, lora_alpha=rank, lora_dropout=dropout, target_modules=paths
-        )
+        shape = rocket.bank.form(host, rank, rank, Q_AND_V, dropout)
         return put_on(host, shape)
 
     return Method(("bank_lora", rank), made)

@@ -19,7 +19,9 @@ from moebook.lab.planning.dry import Training
 from moebook.lab.planning.methods import Method
 from moebook.methods import rocket, upcycling
 from moebook.methods.rivals import table
+from moebook.models.anatomy import count
 from moebook.models.skeleton import configuration, skeleton
+from moebook.nn.batch import longest
 
 Given = Mapping[str, Any]
 # An arm's name, its method, and what of its training is its own.
@@ -44,14 +46,18 @@ def trainings(notebook: str, given: Given) -> list[Training]:
     refuse_unknown(notebook, TRAINED, "E-NOTEBOOK", message)
     if notebook in experiments.CHECKS:
         experiments.check(notebook, given)
-    usual = _usual(notebook, given)
+    base = skeleton(configuration(given["base"]))
+    usual = _usual(notebook, given, base)
     entries: list[Training] = []
     for name, method, own in TRAINED[notebook](given):
-        entries.append(Training(**{**usual, "name": name, "method": method, **own}))
+        values = {**usual, "name": name, "method": method, **own}
+        # A longer row is refused by the training.
+        values["length"] = min(values["length"], longest(base))
+        entries.append(Training(**values))
     return entries
 
 
-def _usual(notebook: str, given: Given) -> dict[str, Any]:
+def _usual(notebook: str, given: Given, base: nn.Module) -> dict[str, Any]:
     """Return what all trainings of a notebook have in common: fields of `Training`."""
     dtype = DTYPES.get(given.get("dtype", ""), torch.float32)
     # Bytes a parameter of the host that the notebook holds beside what trains: pesc the base, esft
@@ -62,12 +68,11 @@ def _usual(notebook: str, given: Given) -> dict[str, Any]:
         "together": 4,
         "router_init": 4 + dtype.itemsize,
     }
-    base = skeleton(configuration(given["base"]))
     usual: dict[str, Any] = {
         "host": given["base"],
         "length": given.get("max_length", LENGTH.get(notebook)),
         "dtype": dtype,
-        "beside": copies.get(notebook, 0) * float(base.num_parameters()),
+        "beside": copies.get(notebook, 0) * float(count(base)),
     }
     for name in ("batch", "steps", "accumulate", "optimizer", "checkpointing"):
         if name in given:
@@ -100,7 +105,7 @@ def _router_init(given: Given) -> Arms:
 
 def _rocket(given: Given) -> Arms:
     """Plan the arms; those that mix are tuned once a target and rate, the mixture also again."""
-    targets = len(given["targets"].split(","))
+    targets = len(_listed(given["targets"]))
     rates = len(_listed(given["rates"]))
     tries = rates if rates > 1 else 0
     known = experiments.rocket.known(given)
@@ -165,7 +170,7 @@ def _banks(given: Given) -> Arms:
     """Plan the mixtures, and the LoRAs of the banks of both kinds, which are trained before."""
     config = experiments.banks.main(given)
     rank = rocket.bank.RECIPE["rank"]
-    turns = len(given["targets"].split(",")) * given["draws"]
+    turns = len(_listed(given["targets"])) * given["draws"]
     for name in experiments.banks.check(given):
         kinds = len(experiments.banks.kinds(name))
         yield name, methods.mixture(config, rank), {"turns": turns * kinds}
@@ -174,12 +179,16 @@ def _banks(given: Given) -> Arms:
 
 
 def _rivals(given: Given) -> Arms:
-    """Plan each rival as a mixture of the LoRAs that it sees, all of them trained: the most."""
+    """Plan each rival as a mixture of the LoRAs that it sees, all of them trained: the most.
+
+    Rates are tried once for all variants of an arm, which the first of them counts.
+    """
     whole = len(rocket.bank.SOURCES)
     sizes = {"whole": whole, "with_target": whole + 1, "chosen": given["experts"]}
     known = table.arms(whole, **picked(given, "experts top_k rate searches"))
-    targets = len(given["targets"].split(","))
-    turns = targets * (1 + len(_listed(given["rates"])))
+    targets = len(_listed(given["targets"]))
+    tries = targets * len(_listed(given["rates"]))
+    tried: set[str] = set()
     for name in _arms(given, known):
         arm = known[name]
         if arm.rated:
@@ -187,6 +196,9 @@ def _rivals(given: Given) -> Arms:
             config = rocket.Config(
                 candidates=experts, experts=experts, top_k=min(2, experts)
             )
+            first = arm.rated not in tried
+            tried.add(arm.rated)
+            turns = targets + tries * first
             yield name, methods.mixture(config, 16), {"turns": turns}
         elif name == "expert_lora":
             recipe = {**_own_recipe(given), "epochs": given["bank_epochs"]}
@@ -198,7 +210,7 @@ def _rivals(given: Given) -> Arms:
 def _esft(given: Given) -> Arms:
     printed = papers.printed.hyperparameters("esft", "paper")
     tries = len(_listed(given["rates"])) * -(-given["steps"] // 2)
-    targets = len(given["tasks"].split(","))
+    targets = len(_listed(given["tasks"]))
     known = experiments.esft.known(given)
     for name in _arms(given, known):
         arm = known[name]
@@ -228,7 +240,7 @@ def _together(given: Given) -> Arms:
     names = "parameters adapters copies experts top_k"
     config = together.Config(**picked(given, names))
     base = skeleton(configuration(given["base"]))
-    no_rows = dict.fromkeys(given["tasks"].split(","), ())
+    no_rows = dict.fromkeys(_listed(given["tasks"]), ())
     setup = together.Setup(base, None, no_rows, config)
     again = _listed(given["again"])
     rates = len(_listed(given["rates"]))
@@ -284,7 +296,7 @@ TRAINED: dict[str, Callable[[Given], Arms]] = {
 
 
 def _listed(text: str) -> list[str]:
-    return [part for part in text.split(",") if part]
+    return [part for part in text.split(",") if part.strip()]
 
 
 def _arms(given: Given, known: Mapping[str, Any]) -> list[str]:

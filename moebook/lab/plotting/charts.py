@@ -427,7 +427,8 @@ def _effects(axes: Axes, effects: pd.DataFrame, names: list[str]) -> None:
             y = place + (index - middle) * apart
             marker = look(names.index(row.series))
             colour = marker["color"]
-            axes.plot([row.low, row.high], [y, y], color=colour, lw=1.6)
+            if math.isfinite(row.low):  # a single item has no interval
+                axes.plot([row.low, row.high], [y, y], color=colour, lw=1.6)
             face = colour if row.sure else "white"  # filled where it excludes zero
             axes.plot(row.value, y, ls="", mfc=face, markersize=5.5, zorder=3, **marker)
         if "printed" in rows:

@@ -96,12 +96,16 @@ def word(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.=+-]+", "_", name).lstrip("_.=+-") or "folder"
 
 
-def within(unit: str, ends: tuple[float, float]) -> tuple[float, float]:
-    """Cut an interval of a value where its unit ends.
+def within(
+    unit: str, ends: tuple[float, float], *, is_difference: bool = False
+) -> tuple[float, float]:
+    """Cut an interval of a value where its unit ends, or of a difference of two values.
 
-    Student's interval may leave 0 to 1, a share cannot.
+    Student's interval may leave 0 to 1, a share cannot; and no two shares differ by more than 1.
     """
     low, high = UNITS[unit]
+    if is_difference:
+        low, high = low - high, high - low
     return max(ends[0], low), min(ends[1], high)
 
 

@@ -91,13 +91,17 @@ def answer(
     if asked is None:
         client.close()
         return None
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:  # the system has no room for one more; those that run go on
+        close(asked["files"])
+        client.close()
+        return None
     if pid == 0:
         for one in (client, *clients.values()):
             one.close()
         return asked
-    for file in asked["files"]:
-        os.close(file)
+    close(asked["files"])
     clients[pid] = client
     events.register(client, selectors.EVENT_READ, pid)
     with suppress(OSError):
@@ -106,14 +110,24 @@ def answer(
 
 
 def receive(client: socket.socket) -> dict[str, Any] | None:
-    """Read what a client asks for; None where it ended before it had said it."""
+    """Read what a client asks for; None where it ended before it had said it, or is no client."""
     client.settimeout(10)
-    try:
+    files: list[int] = []
+    asked = None
+    with suppress(OSError, ValueError):
         _, files, _, _ = socket.recv_fds(client, 1, 3)
         with client.makefile("rb") as lines:
-            return {"files": files, **json.loads(lines.readline())}
-    except (OSError, ValueError):
+            asked = json.loads(lines.readline())
+    if not isinstance(asked, dict):
+        close(files)
         return None
+    return {**asked, "files": files}
+
+
+def close(files: list[int]) -> None:
+    """Close open files by their numbers."""
+    for file in files:
+        os.close(file)
 
 
 def tell(

@@ -64,7 +64,7 @@ def expected(declared: Mapping[str, Parameter], given: Mapping[str, Any]) -> str
         notebook = _declaring(declared.keys(), folder)
         if notebook is None or torch.cuda.is_available():
             return None
-        with storage.formed(storage.part(folder, "results") / RECORD):
+        with storage.formed(_record(folder)):
             recorded = times(folder)
             spent = float(recorded["notebooks"][tier][notebook.name])
             steps = spent * float(recorded["pace"])
@@ -90,17 +90,19 @@ def _declaring(names: Collection[str], folder: Path) -> Notebook | None:
 
 def cost(notebook: str, tier: str, folder: Path) -> float:
     """Return the CPU seconds of a notebook at a tier that are on record; 0 where none are."""
-    return float(times(folder).get("notebooks", {}).get(tier, {}).get(notebook, 0.0))
+    with storage.formed(_record(folder)):
+        taken = times(folder).get("notebooks", {}).get(tier, {})
+        return float(taken.get(notebook, 0.0))
 
 
 def times(folder: Path) -> dict[str, Any]:
     """Read what was measured for a release; empty where nothing is on record."""
-    path = storage.part(folder, "results") / RECORD
-    if not path.is_file():
-        return {}
-    with storage.formed(path):
-        recorded: dict[str, Any] = storage.read_json(path)
-        return recorded
+    path = _record(folder)
+    return storage.read_json(path) if path.is_file() else {}
+
+
+def _record(folder: Path) -> Path:
+    return storage.part(folder, "results") / RECORD
 
 
 def about(seconds: float) -> str:

@@ -11,7 +11,8 @@ is int, float, bool or str and the rule, which ends the comment, is one of::
     mix: str = "own"      # training data {own, *.jsonl}    the second is a file's name
 
 A float may be given as a finite int, and a list of one number as that number, since papermill's
-``-p rates 0.001`` and YAML make numbers of both; nothing else is converted.
+``-p rates 0.001`` and YAML make numbers of both. Blanks around the commas of a list go; nothing
+else is converted.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 _NUMBER = r"([-+]?(?:inf|(?:\d[\d_]*)?\.?\d+(?:[eE][-+]?\d+)?))"
 _RANGE = re.compile(rf"([\[(])\s*{_NUMBER}\s*,\s*{_NUMBER}\s*([\])])\s*$")
 _CHOICES = re.compile(r"\{([^{}]+)\}\s*$")
+# Texts that name one thing, which may have commas and blanks in its name; so do folders.
+_ONE_NAME = ("base", "encoder", "new", "published", "second")
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,22 @@ class Parameter:
         """Whether it is a text that lists numbers, each of which the rule is about."""
         return self.type is str and _RANGE.fullmatch(self.rule) is not None
 
-    def taken(self, value: object) -> object:
-        """Return a value as this parameter takes it: a number is a list of one number."""
-        return repr(value) if self._is_list_of_one(value) else value
+    def taken(self, value: Any) -> Any:
+        """Return a value as this parameter takes it.
+
+        A number is a list of one number, and a list has no blanks around its commas.
+        """
+        if self._is_list_of_one(value):
+            return repr(value)
+        if isinstance(value, str) and self._may_list:
+            return lists.tight(value)
+        return value
+
+    @property
+    def _may_list(self) -> bool:
+        """Whether it is a text that may list several values."""
+        is_one = self.name in _ONE_NAME or self.name.endswith("_folder")
+        return self.type is str and not self.choices and not is_one
 
     def _is_list_of_one(self, value: object) -> bool:
         return self.lists_numbers and type(value) in (int, float)
@@ -91,7 +107,8 @@ class Parameter:
         else:
             value = _number(text, self.type)
         self.check(value, where)
-        return value
+        taken: Scalar = self.taken(value)
+        return taken
 
     @property
     def choices(self) -> tuple[Scalar, ...]:

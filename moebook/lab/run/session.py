@@ -221,7 +221,8 @@ class Run:
         line["recorded runs"] = tell(effects.mean())
         ends = interval(effects)
         if ends:
-            low, high = map(tell, records.within(unit, ends) if alone else ends)
+            ends = records.within(unit, ends, is_difference=not alone)
+            low, high = map(tell, ends)
             low, *_ = low.split()  # the unit stands once
             line["95 % interval"] = f"{low} to {high}"
         return line | {"seeds": len(effects), "study": pool.protocol}
@@ -477,9 +478,13 @@ def table(facts: Any) -> str | None:
     import pandas as pd
 
     if isinstance(facts, pd.DataFrame):
-        # To pandas a time difference is an integer, too.
-        counts = facts.select_dtypes("integer", exclude="timedelta")
-        return _html(facts, formatters=dict.fromkeys(counts, _count))
+        if not len(facts):
+            return None
+        formatters = []  # by place: two columns may have one name
+        for kind in facts.dtypes:
+            is_whole = pd.api.types.is_integer_dtype(kind)
+            formatters.append(_count if is_whole else None)
+        return _html(facts, formatters=formatters)
     lines = facts if isinstance(facts, (Mapping, pd.Series)) else vars(facts)
     if not len(lines):
         return None

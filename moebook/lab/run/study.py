@@ -154,8 +154,9 @@ def study(
     if arms and default is None:
         refuse("E-RANGE", f"{name} has no arms; leave --arms away")
     if arms is not None:
+        arms = lists.tight(arms)
         parts = arms.split(",")
-        if not any(part.strip() for part in parts):
+        if not any(parts):
             refuse("E-RANGE", f"--arms {arms!r}: name one arm at least, or all")
         lists.listed("--arms", arms, parts)  # each once
     asked = None if default is None else arms or str(default)

@@ -134,7 +134,9 @@ def _trained(base: nn.Module, folder: Path) -> nn.Module:
             return _with_adapter(base, folder)
     if (folder / "config.json").is_file():
         weight = next(base.parameters())
-        return load_model(str(folder), device=weight.device, dtype=weight.dtype)[0]
+        # By its whole path: a folder here may be called like a base that we ship.
+        path = folder.absolute()
+        return load_model(path, device=weight.device, dtype=weight.dtype)[0]
     kinds = f"{EXPERTS}, {SETTINGS} or config.json"
     refuse("E-NOFILE", f"{folder} is no checkpoint; expected {kinds} in it")
 

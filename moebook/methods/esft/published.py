@@ -25,7 +25,7 @@ class PublishedScores:
 
 def from_json(kind: type[Kind], path: str | os.PathLike[str]) -> Kind:
     """Make settings from a JSON object in a file; keys that are numbers become numbers."""
-    content = read_json(Path(path))
+    content = read_json(Path(os.path.expanduser(path)))
     with located(path):
         return kind(**{name: _numbered(value) for name, value in content.items()})
 

@@ -120,13 +120,16 @@ def approximation_error(
     """Measure how far trained adapters are from full experts of the same start and data (Eq. 6).
 
     Both start from ``dense``, ``pesc`` crafted with ``host="frozen"``, ``full`` by `full_experts`.
-    Batches hold ``input_ids``, ``attention_mask`` and ``labels [B, T]``.
+    Batches hold ``input_ids``, ``attention_mask`` and ``labels [B, T]``; a row without a label
+    counts in the output error alone.
 
     F of Eq. 6 is the training objective, so what counts is the loss: ``recovered`` averages to
     ``(loss(dense) - loss(pesc)) / (loss(dense) - loss(full))``, 1 where adapters learn as much. The
     output error is a mean over layers for real tokens on equal inputs, those of the dense base: 0
     is exact, 1 is what never training the adapters would give.
     """
+    models = {"pesc": pesc, "full": full, "dense": dense}
+    _check_start(models)
     rows: list[Tensor] = []
     squares = torch.zeros(2, len(anatomy(dense).layers), dtype=torch.float64)
     with evaluating(pesc), evaluating(full), evaluating(dense):
@@ -135,9 +138,13 @@ def approximation_error(
                 "approximation_error", dense, given, needs=["labels", "attention_mask"]
             )
             batch = send_to_device(given, pesc.device)
-            losses = [_row_losses(model, batch) for model in (pesc, full, dense)]
-            rows.append(torch.stack(losses))  # [3, B]
+            losses = []
+            for name, model in models.items():
+                losses.append(_row_losses(model, batch))
+                _check_measured(f"the loss of {name}", losses[-1])
+            rows.append(torch.stack(losses))  # [3, S]
             squares += _squared_distances(pesc, full, dense, batch)
+            _check_measured("the distance of the layers' outputs", squares)
     if not rows:
         refuse(
             "E-DATA", "no batch to measure the approximation error on; give one or more"
@@ -157,15 +164,41 @@ def approximation_error(
     return Approximation(gaps.tolist(), recovered.tolist(), float(distance.mean()))
 
 
+def _check_start(models: Mapping[str, nn.Module]) -> None:
+    """Refuse models of different bases (E-BASE), and full experts that learnt nothing (E-DATA)."""
+    dense = models["dense"]
+    base = checkpoint.fingerprint(dense)
+    for name in ("pesc", "full"):
+        made_from = checkpoint.origin(models[name], Origin)
+        checkpoint.check_base(f"approximation_error: {name}", made_from.base, base)
+
+    pairs = zip(anatomy(models["full"]).layers, anatomy(dense).layers, strict=True)
+    for of_full, of_dense in pairs:
+        if isinstance(of_full.mlp, mnn.ExpertMoE):
+            start = mnn.Experts(of_dense.mlp, 1).state_dict()
+            for part, weight in of_full.mlp.experts.state_dict().items():
+                if (weight != start[part]).any():
+                    return
+    still = "full's experts are the dense MLPs still, so they gain nothing"
+    refuse("E-DATA", f"approximation_error: {still}; train them first")
+
+
+def _check_measured(what: str, values: Tensor) -> None:
+    if not values.isfinite().all():
+        fix = "look for NaN or infinity in the weights"
+        refuse("E-NONFINITE", f"approximation_error: {what} is not finite; {fix}")
+
+
 def _row_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the mean nats per labelled token of each row ``[B]``."""
+    """Return the mean nats per labelled token of each row that has one, ``[S]``."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     # Each place foretells the token after it.
     logits = model(**inputs).logits[:, :-1]  # [B, T - 1, V]
     labels = batch["labels"][:, 1:]  # [B, T - 1]
     nats = token_nats(logits, labels).double().sum(1)  # [B], 0 where nothing is asked
-    tokens = (labels != IGNORED).sum(1).clamp(min=1)
-    return nats / tokens
+    tokens = (labels != IGNORED).sum(1)
+    labelled = tokens > 0
+    return nats[labelled] / tokens[labelled]
 
 
 def _squared_distances(

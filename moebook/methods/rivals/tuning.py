@@ -168,7 +168,8 @@ class Tuned:
     def save(self, folder: str | Path) -> Path:
         """Write a new folder: a plain PEFT adapter if it is one LoRA, else our checkpoint."""
         if self.merges:
-            return loras.write(self.lora(Path(folder).name), Path(folder))
+            place = checkpoint.place(folder)
+            return loras.write(self.lora(place.name), place)
         return checkpoint.save(folder, self.origin, tensors(self.model, self.origin))
 
     @property

@@ -150,9 +150,8 @@ def _empty(model: nn.Module, made_from: Origin) -> dict[str, nn.Parameter]:
 
 def _refuse_mixture(model: nn.Module) -> None:
     if checkpoint.origin_or_none(model, Origin):
-        refuse(
-            "E-MODEL", "the model holds a mixture already: mixture.remove takes it off"
-        )
+        fix = "rocket.apply.remove takes it off"
+        refuse("E-MODEL", f"the model holds a mixture already: {fix}")
 
 
 def remove(model: nn.Module) -> nn.Module:

@@ -195,10 +195,7 @@ def train(
     plan |= settings
     shape = {"rank": rank, "alpha": alpha, "targets": list(targets), "dropout": dropout}
     facts = {**shape, "format": format, "max_length": max_length, **_compared(plan)}
-    paths = list(loras.linears(model, list(targets)))
-    config = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=paths
-    )
+    config = form(model, rank, alpha, list(targets), dropout)
     base = fingerprint(model)
     bank = {}
     for place, (name, rows) in enumerate(sets.items()):
@@ -232,6 +229,16 @@ def train(
     if len(bank) > 1:  # of one there is nothing to compare
         check(bank)
     return bank
+
+
+def form(
+    model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dropout: float
+) -> LoraConfig:
+    """Return a LoRA's form on a model, as PEFT takes it."""
+    paths = list(loras.linears(model, targets))
+    return LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=paths
+    )
 
 
 def _compared(plan: Mapping[str, Any]) -> dict[str, Any]:

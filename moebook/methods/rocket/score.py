@@ -186,7 +186,7 @@ def generate(
     of_each = limit if isinstance(limit, Sequence) else [limit] * len(contexts)
     with evaluating(model):
         return InMemory(model, tokenizer, batch).answer(
-            contexts, [(most, ()) for most in of_each]
+            [list(context) for context in contexts], [(most, ()) for most in of_each]
         )
 
 
@@ -506,6 +506,8 @@ class Products(TorchFunctionMode):
         """Take the call of a linear layer; leave any other as it is."""
         if func is not F.linear or kwargs or args[0].device.type != "cpu":
             return func(*args, **(kwargs or {}))
+        if args[0].dim() < 2:  # a vector, which has no rows
+            return func(*args)
         x, weight, bias = (*args, None)[:3]
         # [rows, D] @ [D, O]
         y = product(x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])

@@ -21,6 +21,7 @@ from moebook.kernels.bank_scoring import token_nats
 from moebook.kernels.dispatch import indices, shapes
 from moebook.models.anatomy import Anatomy, Layer, anatomy
 from moebook.models.checkpoint import fingerprint
+from moebook.models.conventions import check
 from moebook.nn import evaluating, hooked
 from moebook.nn.batch import check_batch
 from moebook.runtime import random_states_kept
@@ -65,6 +66,7 @@ def perplexities(
     model: nn.Module, rows: Dataset, *, size: Count = 32, pad_id: int = 0
 ) -> Tensor:
     """Return each answer's perplexity ``[S]`` given its prompt (the paper: "instance-level")."""
+    check(model, "perplexities")
     device = next(model.parameters()).device
     means = [torch.zeros(0, dtype=torch.float64)]
     with evaluating(model):
@@ -78,12 +80,12 @@ def perplexities(
             nats = token_nats(logits[:, :-1], actual).double().sum(1)  # [B]
             tokens = (actual != IGNORED).sum(1)
             means.append((nats / tokens).cpu())  # 0/0 is NaN: a row without an answer
-    mean_nats = torch.cat(means)  # [S]
-    broken = (~mean_nats.isfinite()).nonzero().flatten().tolist()
+    scores = torch.cat(means).exp()  # [S]
+    broken = (~scores.isfinite()).nonzero().flatten().tolist()
     if broken:
         why = "its perplexity is not finite (or it has no answer)"
         refuse("E-NONFINITE", f"row {broken[0]}: {why}")
-    return mean_nats.exp()
+    return scores
 
 
 @checked

@@ -234,7 +234,7 @@ def saved(name):
         "mixlora": mixlora,
     }[name]
     how = {"top_k": 2} if name in ("arrow", "phatgoose") else {}
-    how |= {"steps": 1} if name == "phatgoose" else {}
+    how |= {"steps": 2} if name == "phatgoose" else {}
     done = module.tuned(
         host(), bank(), data(), module.Config.preset("bank", **how), **RECIPE
     )
@@ -362,7 +362,7 @@ ROWS = {
     "methods.rivals.phatgoose.gates": Row(
         lambda seed: sorted(
             phatgoose.gates(
-                host(), {"a": lora()}, data(), phatgoose.Config(steps=1), seed=seed
+                host(), {"a": lora()}, data(), phatgoose.Config(steps=2), seed=seed
             )["a"].vectors
         ),
         lambda: {"seed": 0},
@@ -389,7 +389,7 @@ ROWS = {
                     table.Shipped(),
                     lr=lr,
                     seed=seed,
-                    steps=1,
+                    steps=2,
                     batch=3,
                 ).model
             )
@@ -423,7 +423,7 @@ ROWS = {
     "methods.rivals.mixlora.tuned": tuned(mixlora, mixlora.Config.preset("bank")),
     "methods.rivals.pems.tuned": tuned(pems, pems.Config()),
     "methods.rivals.phatgoose.tuned": tuned(
-        phatgoose, phatgoose.Config(steps=1, batch=3, rows="target"), ("lr",)
+        phatgoose, phatgoose.Config(steps=2, batch=3, rows="target"), ("lr",)
     ),
     "methods.rivals.pi_tuning.tuned": tuned(pi_tuning, pi_tuning.Config()),
     "methods.rivals.poly.tuned": tuned(poly, poly.Config()),

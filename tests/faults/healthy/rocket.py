@@ -429,6 +429,7 @@ def tuned(loras, chosen, seed, max_length, steps, batch):
         steps=steps,
         batch=batch,
         lr=1e-3,
+        warmup=0.0,
     )
     return history.step
 

@@ -287,6 +287,23 @@ def test_growth_fits_the_power_law_through_the_ends_and_curves_take_the_fastest_
     assert panel["fastest other"].tolist() == [[1, 100], [2, 300]]
 
 
+def test_sweeps_whose_largest_sizes_differ_say_nothing_of_who_is_the_fastest():
+    lines = [
+        ("even", "ours", 2, 1.0),
+        ("even", "x", 2, 3.0),
+        ("behind", "ours", 2, 2.0),
+        ("behind", "x", 2, 1.0),
+        ("shorter", "ours", 1, 1.0),
+        ("shorter", "x", 2, 3.0),
+        ("longer", "ours", 2, 1.0),
+        ("longer", "x", 1, 3.0),
+        ("alone", "ours", 2, 1.0),
+    ]
+    sweeps = pd.DataFrame(lines, columns=["op", "contender", "value", "seconds"])
+    panels = bench.curves(sweeps.assign(letter="T"))
+    assert bench.told(panels).endswith(" ours is the fastest in 1 of 2 sweeps")
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_whole_run_is_kept_only_of_stated_settings(
     tiny, project, monkeypatch, capsys, kept

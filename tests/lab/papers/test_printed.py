@@ -196,6 +196,7 @@ def test_an_unknown_paper_table_or_group_names_the_nearest():
         (GOOD + "a,b,1,,broken\n", 6, "a mark among"),
         (GOOD + "a,b,1\n", 6, "5 fields, found 3"),
         (GOOD.replace("printed", "value"), 5, "columns row, column"),
+        (GOOD.replace("row,", "row,row,") + "a,c,b,1,,\n", 5, "each column once"),
         (
             "# caption: c\n" + GOOD.replace("# caption: c\n", "# capton: c\n"),
             1,

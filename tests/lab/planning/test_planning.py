@@ -4,12 +4,15 @@ import dataclasses
 import json
 import math
 import re
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from moebook import experiments, models, storage
 from moebook.lab import planning
@@ -17,6 +20,7 @@ from moebook.lab.planning import Training, cost, machine, methods, plan
 from moebook.lab.planning.tally import Tally
 from moebook.methods import pesc, rocket, upcycling
 from moebook.models import anatomy, skeleton
+from moebook.models.anatomy import NAME, register_experts
 from moebook.training import fit
 from tests.families import of_family
 from tests.refusals import refused
@@ -370,6 +374,25 @@ def test_gpus_are_read_with_their_number():
             partial(plan, training(), machine("h100"), price=0.0),
             "E-RANGE: price is 0.0",
         ),
+        (
+            partial(plan, training(), machine("h100"), tokens=33),
+            r"E-RANGE: tokens is 33: a row of the training has at most 32 \(length\)$",
+        ),
+        (
+            partial(plan, training(length=513), machine("h100")),
+            "E-RANGE: nano: a row has 513 tokens, the model takes 512: lower the length$",
+        ),
+        (partial(training, length=0), "E-RANGE: length is 0, expected a number"),
+        (partial(training, length=True), "E-TYPE: length is True"),
+        (partial(training, batch=0), "E-RANGE: batch is 0, expected a number"),
+        (partial(training, batch=-1), "E-RANGE: batch is -1, expected a number"),
+        (partial(training, batch=2.0), "E-TYPE: batch is 2.0"),
+        (partial(training, steps=-3), "E-RANGE: steps is -3, expected a number"),
+        (partial(training, accumulate=0), "E-RANGE: accumulate is 0, expected"),
+        (partial(training, turns=0), "E-RANGE: turns is 0, expected a number"),
+        (partial(training, optimizer="sgd"), "E-CHOICE: optimizer is 'sgd'"),
+        (partial(training, beside=-1.0), "E-RANGE: beside is -1.0"),
+        (partial(training, method="full"), "E-TYPE: method is 'full'"),
     ],
 )
 def test_unusable_input_is_refused(call, message):
@@ -431,7 +454,8 @@ def test_a_host_in_16_bits_is_planned_in_the_dtypes_that_training_makes(host, me
     assert need.moments == 8 * low.trained
     model = method.make(models.load(host, dtype=torch.bfloat16)[0])
     ids = [[3, 4, 5, 6]] * 2
-    fit(model, Dataset.from_dict({"input_ids": ids, "labels": ids}), steps=1, batch=2)
+    train = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    fit(model, train, steps=1, batch=2, warmup=0.0)
     assert sum(part.nbytes for part in model.parameters()) == low.weights
 
 
@@ -440,3 +464,49 @@ def test_a_host_under_autocast_computes_linear_layers_in_half_precision():
     kinds = {dtype for (dtype, flops, _), _ in one.ops.items() if flops}
     assert torch.bfloat16 in kinds
     assert one.weights == 4 * one.parameters
+
+
+class Products(TorchDispatchMode):
+    """Adds up the FLOPs of what runs, by the dtype of the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        named = kwargs or {}
+        result = func(*args, **named)
+        count = flop_registry.get(func._overloadpacket)
+        if count:
+            self.flops[result.dtype] += count(*args, **named, out_val=result)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("host", "method"),
+    [
+        ("nano", methods.upcycling(upcycling.Config(experts=4, top_k=2))),
+        ("nano", methods.mixture(rocket.Config(experts=4, candidates=4), 4)),
+        ("nano-moe", methods.full()),
+        ("nano-moe", methods.esft(0.25)),
+    ],
+)
+def test_under_autocast_a_plan_counts_as_many_flops_in_bfloat16_as_a_step_has(
+    host, method
+):
+    one = training(host, method, length=16, autocast=True)
+    planned = planning.dry_run(one, rows=2)
+    model = method.make(models.load(host)[0]).train()
+    register_experts()
+    model.set_experts_implementation(NAME)
+    ids = torch.randint(3, 100, (2, 16), generator=torch.Generator().manual_seed(0))
+    with Products() as products:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    low = 0
+    for (dtype, flops, _), number in planned.ops.items():
+        low += flops * number * (dtype == torch.bfloat16)
+    # Rows of an expert are padded where a CPU compiles its products, by some per cent.
+    assert low == pytest.approx(products.flops[torch.bfloat16], rel=0.05)
+    assert products.flops[torch.float32] < 0.01 * low  # the routers'

@@ -1,16 +1,22 @@
 """``moebook plan``: every notebook that trains, at tier paper, on one GPU of 80 GB."""
 
+import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from moebook import experiments, models
+from moebook.experiments import contest
+from moebook.experiments.arm import picked
 from moebook.lab import planning
 from moebook.lab.pages import plans
 from moebook.lab.run import parameters, sources, study
 from moebook.methods import rocket
+from moebook.methods.rivals import table as rivals
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -171,14 +177,10 @@ def test_the_settings_of_the_page_are_parameters_of_their_notebooks():
     for asked in plans._settings():
         notebook = sources.find(ROOT, asked["notebook"])
         parameters.check(notebook.parameters, asked["changes"], "plans.yaml")
-        assert (
-            len(
-                plans.trainings(
-                    notebook.name, values(notebook.name, **asked["changes"])
-                )
-            )
-            == 1
-        )
+        given = values(notebook.name, **asked["changes"])
+        # Its first training is what the table shows; Rocket trains a LoRA for its leak check, too.
+        first, *_ = plans.trainings(notebook.name, given)
+        assert first.name == asked["changes"]["arms"]
 
 
 def test_no_case_predicts_its_own_time_and_a_page_without_records_says_so(tmp_path):
@@ -219,3 +221,62 @@ def test_no_case_predicts_its_own_time_and_a_page_without_records_says_so(tmp_pa
     text = plans.shown(tmp_path)
     assert not re.search(r"\bnan\b", text)
     assert "and this is the only one" in text
+
+
+def test_rivals_try_rates_once_for_all_variants_of_an_arm(monkeypatch):
+    """The plan's turns are the arms that a run puts on its base and tunes, call by call."""
+    given = values("rivals", "nano", arms="all", rates="0.001,0.002,0.003")
+    known = rivals.arms(
+        len(rocket.bank.SOURCES), **picked(given, "experts top_k rate searches")
+    )
+    calls = []
+
+    def tuned(self, name, target, rate):
+        calls.append(name)
+        return Mock()
+
+    monkeypatch.setattr(contest.Contest, "_tuned", tuned)
+    monkeypatch.setattr(contest.Contest, "_validate", lambda self, target: 1.0)
+    targets = given["targets"].split(",")
+    names = [field.name for field in dataclasses.fields(contest.Contest)]
+    stand_ins = dict.fromkeys(names) | {
+        "settings": given,
+        "arms": {name: arm for name, arm in known.items() if arm.rated},
+        "known": known,
+        "pool": Mock(tested=targets),
+    }
+    experiment = contest.Contest(**stand_ins)
+    experiment.choose_rates()
+    # The notebook runs each arm on each target.
+    for name, target in itertools.product(experiment.arms, targets):
+        experiment._tuned(name, target, 0.001)
+    planned = plans.trainings("rivals", given)
+    turns = {one.name: one.turns for one in planned if one.name in experiment.arms}
+    assert list(turns) == list(experiment.arms)
+    assert sum(turns.values()) == len(calls)
+    # Alone, a variant's rates are tried too.
+    (variant, *_) = plans.trainings("rivals", given | {"arms": "random_shots"})
+    assert variant.turns == 4 * len(targets)
+
+
+def test_a_mean_of_tokens_is_capped_for_shorter_trainings_and_refused_above_the_longest():
+    given = values("pesc", "nano")
+    message = r"--tokens 161: rows have at most 160 tokens \(max_length\)$"
+    refused(f"E-RANGE: {message}", plans.plans, "pesc", given, "h100", tokens=161)
+    refused("E-RANGE: tokens is 0", plans.plans, "pesc", given, "h100", tokens=0)
+    given = values(
+        "rocket", "nano", arms="mixture"
+    )  # nano takes 512 tokens, a LoRA's rows have 200
+    message = "--tokens 513: rows have at most 512 tokens$"
+    refused(f"E-RANGE: {message}", plans.plans, "rocket", given, "h100", tokens=513)
+    usual, *_, own = plans.trainings("rocket", given)
+    assert (usual.length, own.length) == (512, 200)
+    mixture, *_, lora = plans.plans("rocket", given, "h100", tokens=256)
+    assert mixture.tokens == usual.steps * usual.turns * usual.batch * 256
+    assert lora.tokens == own.steps * own.turns * own.batch * 200
+
+
+def test_lists_are_counted_without_their_empty_parts():
+    given = values("rocket", "cpu", arms="mixture", rates="0.001,0.003")
+    again = plans.trainings("rocket", given | {"rates": "0.001,0.003, "})
+    assert again[0].turns == plans.trainings("rocket", given)[0].turns

@@ -115,6 +115,10 @@ def test_leads_are_paired_by_item_with_students_interval_and_fewer_panels_than_l
     (axes,) = plotting.leads(tables, pairs[:1], by="task").axes
     assert texts(axes.get_yticklabels()) == ["sum", "copy"]
     assert plotting.leads(tables, pairs[3:], by="task") is None
+    # A single item has no interval.
+    few = {arm: table[:1] for arm, table in tables.items()}
+    (axes,) = plotting.leads(few, pairs[:1], by="task").axes
+    assert [list(line.get_xdata()) for line in axes.lines] == [[100], [0, 0]]
 
 
 def test_heat_maps_share_a_colour_scale_and_number_their_cells():

@@ -81,8 +81,9 @@ def test_what_decides_claims_comes_before_more_seeds_and_more_seeds_before_fewer
     assert lines.loc["lead", "this run"] == "+25.0 points"
     assert lines.loc["lead", "recorded runs"] == "+20.0 points"
     assert lines.loc["sparse"].tolist()[:2] == ["50.0 %", "40.0 %"]
-    # Student's quantile of one degree of freedom: 12.706 sqrt(0.02 / 2) = 1.27.
-    assert lines.loc["lead", "95 % interval"] == "−107.1 to +147.1 points"
+    # Student's quantile of one degree of freedom: 12.706 sqrt(0.02 / 2) = 1.27 on either side,
+    # which is more than any two shares differ by.
+    assert lines.loc["lead", "95 % interval"] == "−100.0 to +100.0 points"
     assert lines.loc["sparse", "95 % interval"] == "0.0 to 100.0 %"
 
     session._pools.cache_clear()
@@ -103,6 +104,17 @@ def test_who_decides_a_claim_of_the_value_comes_before_who_decides_others(projec
         keep(project, "deciding", seed, 0.3, 0.2)
     lines = run.beside({"lead": LEAD, "dense": LEAD[1]})
     assert lines.study.tolist() == ["deciding", "deciding"]
+
+
+def test_who_decides_other_claims_comes_before_more_lines_and_more_seeds(project, run):
+    other = "# Decides: pesc.experts-16-over-4\ntier: study\n"
+    storage.write(project / "notebooks" / "01_pesc.other.yaml", other)
+    tall = Value("pesc/tall/accuracy", 0.6, "share")
+    for seed in range(4):
+        keep(project, "many", seed, 0.9, 0.1, tall)
+    keep(project, "other", 0, 0.3, 0.2)
+    lines = run.beside({"lead": LEAD, "tall": (tall.name, LEAD[1])})
+    assert lines.study["lead"] == "other"
 
 
 def test_one_study_speaks_for_all_lines_of_one_value_that_it_has(project, run):

@@ -173,6 +173,17 @@ def test_a_time_difference_is_no_count():
     assert "10,309,015" in html
 
 
+@pytest.mark.parametrize("names", [["a", "a"], [0, 1], [1, 0]])
+def test_columns_are_told_apart_by_their_places(names):
+    html = table(pd.DataFrame([["word", 10309015]], columns=names))
+    assert re.findall("<td>(.*?)</td>", html) == ["word", "10,309,015"]
+
+
+def test_a_frame_without_lines_is_no_table():
+    assert table(pd.DataFrame()) is None
+    assert table(pd.DataFrame(columns=["loss"])) is None
+
+
 def test_floats_have_the_same_digits_alone_and_in_tables_and_no_facts_make_no_table(
     monkeypatch,
 ):

@@ -86,6 +86,18 @@ def test_a_record_that_lacks_a_time_stops_no_notebook(told, fresh, record):
 
 
 @pytest.mark.parametrize(
+    "notebooks", [[], None, {"cpu": []}, {"cpu": {"toy": "long"}}, {"cpu": {"toy": {}}}]
+)
+def test_a_record_that_holds_something_else_is_refused_where_notebooks_are_ordered(
+    fresh, notebooks
+):
+    storage.write(
+        fresh / "results" / pace.RECORD, json.dumps(RECORD | {"notebooks": notebooks})
+    )
+    refused("E-FORMAT: .*times.json does not hold", pace.cost, "toy", "cpu", fresh)
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"),
     [
         (3, "about 10 seconds"),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from papermill.translators import PythonTranslator
 
-from moebook import lists
+from moebook import lists, storage
 from moebook.errors import Refusal
 from moebook.lab.run import Run, begin, parameters, publish, sources
 from tests.refusals import refused
@@ -121,7 +121,7 @@ def test_texts_of_the_command_line_become_typed_values_or_are_refused():
 
 @pytest.mark.parametrize(
     ("given", "taken"),
-    [(0.001, "0.001"), (1e-05, "1e-05"), ("0.1, 1e-3,", "0.1, 1e-3,"), ("", "")],
+    [(0.001, "0.001"), (1e-05, "1e-05"), ("0.1, 1e-3,", "0.1,1e-3,"), ("", "")],
 )
 def test_a_list_of_numbers_may_be_given_as_its_only_number(given, taken):
     found = parameters.check(DECLARED, {"rates": given}, "here")
@@ -243,6 +243,7 @@ def test_the_arms_of_a_run_are_the_named_ones_in_the_notebooks_order():
     run = Run("cpu")
     assert run.arms("all", known) == known
     assert list(run.arms("kaiming,wide", known)) == ["wide", "kaiming"]
+    assert list(run.arms(" kaiming, wide ", known)) == ["wide", "kaiming"]
     assert lists.listed("laboratory", "", known) == []
     wrong = {
         "wid": "lists 'wid': did you mean 'wide'",
@@ -397,3 +398,33 @@ def test_a_protocol_file_that_is_no_flat_mapping_is_refused_at_its_place(
 ):
     (fresh / "notebooks" / "01_toy.smoke.yaml").write_bytes(text.encode("latin-1"))
     refused(message, sources.find(fresh, "toy").settings, "smoke")
+
+
+def test_blanks_around_the_commas_of_a_list_go_and_names_of_one_thing_keep_theirs():
+    cell = (
+        CELL
+        + """
+tasks: str = "gcd"  # test tasks
+base: str = "nano"  # base: nano, or a folder
+data_folder: str = ""  # folder of data sets"""
+    )
+    declared = parameters.parse(cell, "toy")
+    given = ["tasks=gcd, kinship ,equations", "rates=0.1, 0.2"]
+    found = parameters.read_options(declared, given)
+    assert found == {"tasks": "gcd,kinship,equations", "rates": "0.1,0.2"}
+    names = {"base": "my models, old/base", "data_folder": "sets, old"}
+    assert parameters.check(declared, names, "here") == names
+    # So do the cells of a notebook find it.
+    values = {one.name: one.default for one in declared.values()}
+    values["tasks"] = "gcd, kinship"
+    run = begin(["", cell, "tasks = 'gcd, kinship'", "begin(In, globals())"], values)
+    assert values["tasks"] == run.settings["tasks"] == "gcd,kinship"
+
+
+def test_each_parameter_that_names_a_folder_or_a_model_keeps_its_commas():
+    """Judged by its help, in every notebook."""
+    for notebook in sources.notebooks(storage.root()).values():
+        for one in notebook.parameters.values():
+            names_one = one.help.startswith(("folder", "base", "dense", "sparse"))
+            if one.type is str and names_one and not one.rule:
+                assert one.taken("a, b") == "a, b", one.name

@@ -173,6 +173,51 @@ def test_a_client_that_ended_before_it_was_told_is_not_listened_to_any_more():
         assert not events.get_map()
 
 
+def open_files():
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+def test_a_fork_that_the_system_refuses_ends_its_client_alone(tmp_path, monkeypatch):
+    def full():
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(forks.os, "fork", full)
+    with (
+        socket.socket(socket.AF_UNIX) as listening,
+        socket.socket(socket.AF_UNIX) as client,
+        selectors.DefaultSelector() as events,
+    ):
+        listening.bind(str(tmp_path / "place"))
+        listening.listen()
+        client.connect(str(tmp_path / "place"))
+        before = open_files()
+        socket.send_fds(client, [b"\n"], [0, 1, 2])
+        client.sendall(b'{"command": [], "env": {}, "cwd": ""}\n')
+        clients = {}
+        assert forks.answer(listening, clients, events) is None
+        assert client.recv(1) == b"", "it waits for nothing"
+        assert not clients
+        assert not events.get_map()
+        assert open_files() == before
+
+
+@pytest.mark.parametrize("line", [b"5", b"[]", b"{", b'{"files": 5}'])
+def test_a_stranger_at_the_socket_ends_no_fork(place, tmp_path, line):
+    with open(os.devnull, "r+b") as nothing:
+        files = [nothing.fileno()] * 3
+        ask = {"env": {}, "cwd": tmp_path, "files": files}
+        sleeping = children.Fork(place, ["-c", "import time; time.sleep(60)"], **ask)
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(place)
+            socket.send_fds(stranger, [b"\n"], files)
+            stranger.sendall(line + b"\n")
+            stranger.recv(1)
+        assert children.Fork(place, ["-c", "pass"], **ask).wait() == 0
+        assert sleeping.poll() is None
+        sleeping.kill()
+        sleeping.wait()
+
+
 def test_a_client_may_end_at_the_instant_at_which_its_fork_does(place, tmp_path):
     def ask(code):
         with open(tmp_path / "told", "w+") as file:

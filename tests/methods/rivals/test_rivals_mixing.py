@@ -196,7 +196,7 @@ def test_mixing_weights_learn_at_their_own_rate_and_a_failure_takes_the_rival_of
     with pytest.raises(Refusal, match="E-MODEL: the model holds a mixture already"):
         tuning.attach(model, bank, **fixed, mix="outputs", learnt=True)
     with pytest.raises(Refusal, match="E-NONFINITE: step 1"):
-        tuning.fit(tuned, data, lr=1e-3, steps=1, batch=4)
+        tuning.fit(tuned, data, lr=1e-3, steps=2, batch=4)
     assert fingerprint(model) == before
 
 

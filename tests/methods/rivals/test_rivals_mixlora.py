@@ -16,7 +16,7 @@ from tests.refusals import refused
 
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SMALL = {"rank": 4, "alpha": 6.0, "experts": 4}
-RECIPE = {"steps": 1, "batch": 4, "lr": 1e-2}
+RECIPE = {"steps": 1, "batch": 4, "lr": 1e-2, "warmup": 0.0}
 
 
 @pytest.fixture

@@ -146,6 +146,15 @@ def test_each_context_is_continued_to_its_own_limit(model, tokenizer):
         for ids, most in zip(contexts, (5, 1, 3), strict=True)
     ]
     assert scoring.generate(model, tokenizer, contexts, limit=[5, 1, 3]) == alone
+    arrays = [np.array(ids) for ids in contexts]
+    assert scoring.generate(model, tokenizer, arrays, limit=[5, 1, 3]) == alone
+
+
+def test_a_linear_layer_takes_a_vector_inside_products():
+    layer = torch.nn.Linear(4, 3)
+    x = torch.randn(4)
+    with torch.no_grad(), scoring.Products():
+        torch.testing.assert_close(layer(x), layer(x[None])[0])
 
 
 def test_scores_are_equations_4_and_5():
