@@ -156,11 +156,11 @@ def test_a_path_that_counts_from_elsewhere_than_the_project_is_refused(
     for file in files:
         storage.write(project / file, "{}")
     monkeypatch.chdir(project / "mine")
-    given = f"a.jsonl,gcd, b.jsonl:{project}/a.jsonl"
+    given = f"a.jsonl,gcd,b.jsonl:{project}/a.jsonl"
     assert cli.main(["run", "toy", "-p", f"device={given}"]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"E-PATH: -p device={given} names what is in {project}/mine")
-    right = f"mine/a.jsonl,gcd, mine/b.jsonl:{project}/a.jsonl"
+    right = f"mine/a.jsonl,gcd,mine/b.jsonl:{project}/a.jsonl"
     assert f"paths count from {project}: write -p device={right}, or" in told
     assert told.count("\n") == 1
     runner.check_paths({"device": right, "top_k": 1}, project)

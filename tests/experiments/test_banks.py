@@ -64,6 +64,8 @@ def test_the_study_is_planned_with_a_training_for_each_target_draw_and_kind():
         training.name: training.turns
         for training in plans.trainings("banks", given("nano"))
     }
+    loras = turns.pop("LoRAs of the banks")  # of two kinds, before the mixtures
+    assert loras == 2 * len(BANKS.members(given("nano")))
     assert turns == dict.fromkeys(BANKS.CHOICES, 12) | {"rotated": 6}
 
 

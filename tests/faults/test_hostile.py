@@ -97,6 +97,7 @@ WITHOUT = {  # public names without a row, and why
     "methods.rocket.augment.Augmentation": A_RESULT,
     "methods.rocket.augment.[Ee]ncoder": NO_VALUES,
     "methods.rocket.augment.native": BEHIND,
+    "methods.rocket.bank.form": BEHIND,
     "methods.rocket.bank.make": BEHIND,
     "methods.rocket.bank.tune": BEHIND,
     "methods.rocket.bank.vacant": NO_VALUES,
