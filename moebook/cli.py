@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from moebook import __version__
+from moebook import __version__, lists
 from moebook.errors import extra, nearest, printable, refuse, told
 
 LIVE = ("smoke", "cpu", "gpu", "paper")
@@ -467,7 +467,7 @@ def evaluate(options: argparse.Namespace) -> int:
     asks = None
     if options.judge:  # refused without its address, before a model is loaded
         asks = judge.Endpoint.from_environment(budget=options.budget)
-    tasks = options.tasks.split(",")
+    tasks = lists.tight(options.tasks).split(",")
     for name in tasks:
         if tasks.count(name) > 1:
             refuse("E-RANGE", f"--tasks lists '{name}' twice")

@@ -88,6 +88,25 @@ for (const name of document.querySelectorAll(narrow)) {
   name.replaceChildren(...pieces.flatMap((piece, place) => (place ? [document.createElement("wbr"), piece] : [piece])));
 }
 
+// A command wraps between its words, not within the name of an option.
+for (const command of document.querySelectorAll(".highlight-console pre")) {
+  const texts = document.createTreeWalker(command, NodeFilter.SHOW_TEXT);
+  const found = [];
+  while (texts.nextNode()) found.push(texts.currentNode);
+  for (const text of found) {
+    const words = text.data.split(/(?<=\s)(?=--?[a-z])|(?<=\s--?[a-z][\w-]*)(?=[\s=])/);
+    if (words.length === 1) continue;
+    const pieces = words.map((word) => {
+      if (!/^--?[a-z]/.test(word)) return word;
+      const option = document.createElement("span");
+      option.className = "moe-option";
+      option.textContent = word;
+      return option;
+    });
+    text.replaceWith(...pieces);
+  }
+}
+
 // The arrows that unfold a chapter in the sidebar show no word: they are called by their chapter.
 for (const arrow of document.querySelectorAll(".bd-sidenav details > summary")) {
   const chapter = arrow.closest("li").querySelector("a")?.textContent.trim();

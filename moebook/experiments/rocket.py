@@ -13,6 +13,7 @@ import torch
 
 from moebook import lists
 from moebook.data import tasks
+from moebook.data.tasks.task import NAME
 from moebook.errors import Refusal, nearest, refuse
 from moebook.experiments import needs, rates
 from moebook.experiments.arm import Complaints, Settings, complaint, picked
@@ -289,18 +290,25 @@ def _bank(settings: Settings) -> Complaints:
         yield from complaint("", lists.listed, "members", settings["members"], whole)
     names = members(settings)
     if names is not None:
-        yield from _base_among(settings, names)
+        yield from _unfit_names(settings, names)
         yield from too_few(settings, names)
     if makes_bank(settings):
         yield from _bank_training(settings)
 
 
-def _base_among(settings: Settings, names: Sequence[str]) -> Complaints:
-    """Complain about a LoRA with the name under which the base's own scores are kept."""
-    if settings["bank_folder"] and "base" in names:
-        where = f"bank_folder = {settings['bank_folder']!r}"
-        why = "its LoRA 'base' has the name under which the base's own scores are kept"
-        yield f"{where}: {why}; rename its folder, or leave it out of members"
+def _unfit_names(settings: Settings, names: Sequence[str]) -> Complaints:
+    """Complain about LoRAs of a folder under whose names no score could be kept."""
+    if not settings["bank_folder"]:
+        return
+    where = f"bank_folder = {settings['bank_folder']!r}"
+    remedy = "rename its folder, or leave it out of members"
+    for name in names:
+        if name == "base":
+            why = "has the name under which the base's own scores are kept"
+            yield f"{where}: its LoRA 'base' {why}; {remedy}"
+        elif not NAME.fullmatch(name):
+            why = "scores are kept under names of letters, digits, '_', '-' and '.'"
+            yield f"{where}: its LoRA {name!r}: {why}; {remedy}"
 
 
 def _bank_training(settings: Settings) -> Complaints:

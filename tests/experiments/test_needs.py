@@ -494,18 +494,22 @@ def test_a_threshold_that_the_bases_gates_do_not_reach_is_refused_before_alignme
 @pytest.fixture
 def filled(tmp_path):
     """Return the folder of a bank, of which nothing but the names can be read."""
-    for name in ("sums", "gcd", "base"):
+    for name in ("sums", "gcd", "base", "my lora"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").touch()
     return str(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["rocket", "rivals"])
-def test_a_lora_does_not_have_the_name_of_the_bases_own_scores(name, filled):
+def test_a_lora_has_a_name_under_which_its_own_scores_can_be_kept(name, filled):
     few = {"candidates": 2, "experts": 2, "top_k": 1, "bank_folder": filled}
     few["arms"] = {"rocket": "mixture", "rivals": "random"}[name]
     words = "E-RANGE: bank_folder = .*: its LoRA 'base' has the name under which"
     refused(words, experiments.check, name, given(name, **few, members=""))
+    words = (
+        "E-RANGE: bank_folder = .*: its LoRA 'my lora': scores are kept under names of"
+    )
+    refused(words, experiments.check, name, given(name, **few, members="sums,my lora"))
     experiments.check(name, given(name, **few, members="sums,gcd"))
 
 
