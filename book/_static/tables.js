@@ -81,30 +81,30 @@ if (cell) {
   cell.before(button);
 }
 
-// A long name in a table or beside the page breaks behind a dot, a dash or an underscore.
-const narrow = ".bd-article table code .pre, :is(.bd-sidenav, .bd-sidebar-secondary) :is(a:not(:has(*)), .pre)";
-for (const name of document.querySelectorAll(narrow)) {
-  const pieces = name.textContent.split(/(?<=[._/-])(?=.)/);
-  name.replaceChildren(...pieces.flatMap((piece, place) => (place ? [document.createElement("wbr"), piece] : [piece])));
-}
-
-// A command wraps between its words, not within the name of an option.
-for (const command of document.querySelectorAll(".highlight-console pre")) {
-  const texts = document.createTreeWalker(command, NodeFilter.SHOW_TEXT);
+// The name of an option does not break behind its dashes.
+for (const code of document.querySelectorAll(".highlight-console pre, .bd-article code .pre")) {
+  const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
   const found = [];
   while (texts.nextNode()) found.push(texts.currentNode);
   for (const text of found) {
-    const words = text.data.split(/(?<=\s)(?=--?[a-z])|(?<=\s--?[a-z][\w-]*)(?=[\s=])/);
-    if (words.length === 1) continue;
-    const pieces = words.map((word) => {
-      if (!/^--?[a-z]/.test(word)) return word;
+    const pieces = text.data.split(/(?<!\S)(--?[a-z][\w-]*)/);
+    if (pieces.length === 1) continue;
+    // Every second piece is an option.
+    text.replaceWith(...pieces.map((piece, place) => {
+      if (place % 2 === 0) return piece;
       const option = document.createElement("span");
       option.className = "moe-option";
-      option.textContent = word;
+      option.textContent = piece;
       return option;
-    });
-    text.replaceWith(...pieces);
+    }));
   }
+}
+
+// A long name in a table or beside the page breaks behind a dot, a dash or an underscore.
+const narrow = ".bd-article table code .pre:not(:has(*)), :is(.bd-sidenav, .bd-sidebar-secondary) :is(a:not(:has(*)), .pre)";
+for (const name of document.querySelectorAll(narrow)) {
+  const pieces = name.textContent.split(/(?<=[._/-])(?=.)/);
+  name.replaceChildren(...pieces.flatMap((piece, place) => (place ? [document.createElement("wbr"), piece] : [piece])));
 }
 
 // The arrows that unfold a chapter in the sidebar show no word: they are called by their chapter.
