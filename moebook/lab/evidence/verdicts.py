@@ -298,7 +298,9 @@ class Verdict:
     def together(self) -> Measurement | None:
         """All seeds of all committed pools at this scale, whose designs differ: exploratory.
 
-        None where there is one pool alone. Test items count where all pools asked the same number.
+        None where there is one pool alone. The test items are those of the pool that is shown.
+        A pool that asked another number of them counts by its seeds' means, as if these varied
+        over the items as that pool's do: without, the interval would leave the items out.
         """
         every = [self.deciding, *self.exploratory]
         several = [
@@ -306,9 +308,14 @@ class Verdict:
         ]
         if len(several) < 2:
             return None
-        effects = [one.effects for one in several]
-        if len({part.shape[1] for part in effects}) > 1:
-            effects = [part.mean(axis=1, keepdims=True) for part in effects]
+        shown = self.shown.effects
+        by_item = shown.mean(axis=0, keepdims=True) - shown.mean()
+        effects = []
+        for one in several:
+            part = one.effects
+            if part.shape[1] != shown.shape[1]:
+                part = part.mean(axis=1, keepdims=True) + by_item
+            effects.append(part)
         return replace(self.shown, effects=np.concatenate(effects))
 
 

@@ -155,6 +155,24 @@ def named(protocol, pool):
     return replace(pool, protocol=protocol, runs=runs)
 
 
+def test_seeds_of_pools_that_asked_other_numbers_of_items_keep_the_spread_over_items():
+    rng = np.random.default_rng(0)
+    pools = [against("study", MIXED), named("two", against("study", LOWER))]
+    (judged,) = row(DIRECTION, pools, {"nano": ()}).verdicts
+    hard = np.tile(rng.normal(size=(1, 100)), 4)  # by item, of any hundred alike
+    seeds = rng.normal(0.1, 0.01, size=(8, 1))
+    shown = replace(judged.deciding, effects=seeds[:5] + hard)
+    (other,) = judged.exploratory
+
+    def together(items):
+        some = replace(other, effects=seeds[5:] + hard[:, :items])
+        return replace(judged, deciding=shown, exploratory=(some,)).together
+
+    fewer, as_many = together(100), together(400)
+    assert fewer.effect == pytest.approx(as_many.effect)
+    assert fewer.interval == pytest.approx(as_many.interval)
+
+
 def test_each_scale_has_a_verdict_of_its_own_and_none_overrules_another():
     pools = [
         against("study", STUDY, base="nano"),
