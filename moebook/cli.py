@@ -272,9 +272,14 @@ def run(options: argparse.Namespace) -> int:
         help="with ray, 0.5 too (default: none)",
     ),
     option("--add", metavar="FILE", help="add an executed notebook instead"),
+    option(
+        "--repeat",
+        action="store_true",
+        help="run recorded seeds once more, beside the record",
+    ),
 )
 def study(options: argparse.Namespace) -> int:
-    """Add runs to a pool, one per seed; exit with 1 if one failed."""
+    """Add runs to a pool, one per seed, or repeat them; exit with 1 if one failed."""
     from moebook import lists, storage
     from moebook.lab.run import study as studies
 
@@ -282,7 +287,8 @@ def study(options: argparse.Namespace) -> int:
     needed = (options.notebook, options.protocol, options.seeds)
     if options.add:
         optional = (options.arms, options.jobs, options.gpus_per_run)
-        if {*needed, *optional} != {None} or options.engine != "local":
+        others = options.engine != "local" or options.repeat
+        if {*needed, *optional} != {None} or others:
             refuse("E-USAGE", "moebook study: --add takes a file and nothing else")
         run, path = studies.add_notebook(Path(options.add), folder)
         where = path.relative_to(folder)
@@ -297,6 +303,21 @@ def study(options: argparse.Namespace) -> int:
         refuse("E-RANGE", f"--jobs is {options.jobs}: a cluster decides by itself")
     if options.gpus_per_run is not None and options.engine != "ray":
         refuse("E-USAGE", "moebook study: --gpus-per-run needs --engine ray")
+    if options.repeat:
+        if options.engine == "ray" or options.arms is not None:
+            why = "it runs here, with all arms on record"
+            refuse(
+                "E-USAGE",
+                f"moebook study: --repeat takes no --engine and no --arms: {why}",
+            )
+        failed = studies.repeat(
+            options.notebook,
+            options.protocol,
+            lists.seeds("--seeds", options.seeds),
+            folder=folder,
+            jobs=options.jobs,
+        )
+        return int(failed > 0)
     failed = studies.study(
         options.notebook,
         options.protocol,

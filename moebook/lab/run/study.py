@@ -15,7 +15,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,8 @@ from typing import Any
 from moebook import cluster, lists, runtime, storage
 from moebook.errors import Refusal, placed, refuse, told
 from moebook.lab import records
-from moebook.lab.records import Run, store
+from moebook.lab.records import Run, Value, store
+from moebook.lab.records.runs import packed
 from moebook.lab.records.store import CLASS, COMMITTED, Pool
 from moebook.lab.run import children, parameters, sources
 from moebook.lab.run.parameters import Scalar
@@ -139,17 +140,7 @@ def study(
     for the cluster here, which gives each run a CPU and so many ``gpus``.
     """
     notebook = sources.find(folder, name)
-    tier = notebook.settings(protocol)["tier"]
-    pooled: list[str] = []
-    for each in notebook.protocols:
-        if each == CLASS or notebook.settings(each)["tier"] in COMMITTED:
-            pooled.append(each)
-    if protocol not in pooled:
-        others = ", ".join(pooled)
-        refuse("E-TIER", f"no pool is kept of '{protocol}' (tier {tier}); use {others}")
-    pool = store.pool(name, protocol, folder)
-    if pool:
-        notebook.agrees(pool)
+    pool = _pool(notebook, protocol, folder)
     default = (notebook.defaults | notebook.settings(protocol)).get("arms")
     if arms and default is None:
         refuse("E-RANGE", f"{name} has no arms; leave --arms away")
@@ -167,7 +158,98 @@ def study(
             todo.append(Job(name, protocol, overrides))
     _check(notebook, protocol, todo, engine)
     print(f"{name} at {protocol}: {len(wanted)} seeds, {len(todo)} to run", flush=True)
-    return _run_all(todo, engine, jobs, gpus, folder) if todo else 0
+
+    def into_the_pool(run: Run) -> str:
+        path = add(run, folder)
+        return f"{len(run.values)} values in {path.relative_to(folder)}"
+
+    return _run_all(todo, engine, jobs, gpus, folder, into_the_pool) if todo else 0
+
+
+def repeat(
+    name: str,
+    protocol: str,
+    wanted: Sequence[int],
+    *,
+    folder: Path,
+    jobs: int | None = None,
+) -> int:
+    """Execute recorded runs once more, a line each beside the record; return how many failed.
+
+    A seed runs with all arms that its record has. The pool stays as it is: what comes out lies in
+    ``runs/repeated``, and a seed that lies there is compared without another run.
+    """
+    notebook = sources.find(folder, name)
+    pool = _pool(notebook, protocol, folder)
+    recorded = pool.seeds if pool else {}
+    place = folder / "runs" / "repeated" / name / protocol
+    todo: list[Job] = []
+    for seed in wanted:
+        if pool is None or seed not in recorded:
+            have = ", ".join(map(str, sorted(recorded))) or "none"
+            where = f"{name} at {protocol} has seed {have} on record, not {seed}"
+            refuse("E-RANGE", f"--seeds: {where}; leave --repeat away to run it")
+        if (place / f"{seed}.parquet").is_file():
+            continue
+        overrides: dict[str, Scalar] = {"seed": seed}
+        arms = [arm for arm, seeds in pool.arms.items() if seed in seeds]
+        if arms:
+            overrides["arms"] = ",".join(arms)
+        todo.append(Job(name, protocol, overrides))
+    _check(notebook, protocol, todo, "local")
+    count = f"{len(wanted)} seeds, {len(todo)} to run"
+    print(f"{name} at {protocol}, once more: {count}", flush=True)
+
+    def beside_the_record(run: Run) -> str:
+        path = place / f"{run.seed}.parquet"
+        storage.write(path, packed(run))
+        return f"{_beside(run, recorded[run.seed])}; in {path.relative_to(folder)}"
+
+    for seed in wanted:
+        path = place / f"{seed}.parquet"
+        if path.is_file():
+            told_before = _beside(records.read_run(path), recorded[seed])
+            print(f"seed {seed}: {told_before}", flush=True)
+    return _run_all(todo, "local", jobs, 0, folder, beside_the_record) if todo else 0
+
+
+def _beside(run: Run, recorded: Mapping[str, Value]) -> str:
+    """Say how many values of a run are bit for bit those on record, and which differs most.
+
+    Times and memory are those of a machine and are left out.
+    """
+    compared = {
+        value.name: value
+        for value in run.values
+        if value.unit not in ("seconds", "bytes") and value.name in recorded
+    }
+    differences: dict[str, float] = {}
+    for name, value in compared.items():
+        if value != recorded[name]:
+            differences[name] = abs(value.value - recorded[name].value)
+    same = len(compared) - len(differences)
+    line = f"{same} of {len(compared)} values are as recorded"
+    if differences:
+        name = max(differences, key=lambda one: differences[one])
+        both = f"{compared[name].value:.6g} here, {recorded[name].value:.6g} on record"
+        line += f"; furthest is {name}: {both}"
+    return line
+
+
+def _pool(notebook: Notebook, protocol: str, folder: Path) -> Pool | None:
+    """Read the pool of a protocol; one of a tier that keeps none is refused (E-TIER)."""
+    tier = notebook.settings(protocol)["tier"]
+    pooled: list[str] = []
+    for each in notebook.protocols:
+        if each == CLASS or notebook.settings(each)["tier"] in COMMITTED:
+            pooled.append(each)
+    if protocol not in pooled:
+        others = ", ".join(pooled)
+        refuse("E-TIER", f"no pool is kept of '{protocol}' (tier {tier}); use {others}")
+    pool = store.pool(notebook.name, protocol, folder)
+    if pool:
+        notebook.agrees(pool)
+    return pool
 
 
 def _check(notebook: Notebook, protocol: str, todo: Sequence[Job], engine: str) -> None:
@@ -207,9 +289,14 @@ def _lacking(seed: int, arms: str | None, pool: Pool | None) -> dict[str, Any]:
 
 
 def _run_all(
-    todo: Sequence[Job], engine: str, jobs: int | None, gpus: float, folder: Path
+    todo: Sequence[Job],
+    engine: str,
+    jobs: int | None,
+    gpus: float,
+    folder: Path,
+    take: Callable[[Run], str],
 ) -> int:
-    """Execute jobs, add each run to its pool, a progress line each; return how many failed."""
+    """Execute jobs; ``take`` keeps each run and tells of it in a line; return how many failed."""
     copy = freeze(folder)
     failed = 0
     start = time.monotonic()
@@ -225,7 +312,7 @@ def _run_all(
             progress = f"{number} of {len(todo)}"
             if minutes_left:
                 progress += f", about {minutes_left:.0f} min left"
-            line, good = _take_in(outcome, copy, folder)
+            line, good = _taken(outcome, copy, folder, take)
             if not good:
                 failed += 1
             print(f"seed {job.overrides['seed']}: {line} ({progress})", flush=True)
@@ -271,20 +358,18 @@ def _task(job: Job) -> bytes:
     return outcome.with_suffix(".parquet").read_bytes()
 
 
-def _take_in(outcome: Outcome, copy: Path, folder: Path) -> tuple[str, bool]:
-    """Add a finished run to its pool; say in a line what became of it, and whether it is there."""
+def _taken(
+    outcome: Outcome, copy: Path, folder: Path, take: Callable[[Run], str]
+) -> tuple[str, bool]:
+    """Keep a finished run; say in a line what became of it, and whether it is kept."""
     try:
         if isinstance(outcome, Refusal):
             raise outcome
         run = records.read_run(outcome.with_suffix(".parquet"))
-        path = add(run, folder)
+        line = take(run)
     except Exception as error:  # whatever it is, the other runs go on
         return f"failed: {_with_place(str(told(error)), copy, folder)}", False
-    spent = run.manifest["seconds"]
-    return (
-        f"{spent:.0f} s, {len(run.values)} values in {path.relative_to(folder)}",
-        True,
-    )
+    return f"{run.manifest['seconds']:.0f} s, {line}", True
 
 
 def _with_place(message: str, copy: Path, folder: Path) -> str:

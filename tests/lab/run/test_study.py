@@ -328,7 +328,7 @@ def test_a_failed_copy_is_named_where_it_lies_or_as_one_on_another_node(tmp_path
     refusal = Refusal("E-CELL", f"cell In [3]: x; the failed copy is {place}")
 
     def line():
-        told, good = study._take_in(refusal, copy, tmp_path)
+        told, good = study._taken(refusal, copy, tmp_path, str)
         assert not good
         return told.rpartition("the failed copy is ")[2]
 
@@ -336,7 +336,7 @@ def test_a_failed_copy_is_named_where_it_lies_or_as_one_on_another_node(tmp_path
     storage.write(copy / place, "{}")
     assert line() == f"runs/frozen/abc/{place}"
     refusal = Refusal("E-CELL", f"no runs/failed; the failed copy is {place}")
-    told, _ = study._take_in(refusal, copy, tmp_path)
+    told, _ = study._taken(refusal, copy, tmp_path, str)
     assert told == f"failed: E-CELL: no runs/failed; the failed copy is {line()}"
 
 
@@ -407,6 +407,51 @@ def test_a_frozen_copy_holds_what_the_commit_does_whatever_lies_there_now(tmp_pa
     copy = study.freeze(tmp_path)
     assert (copy / "results" / "banks" / "own.json").read_text() == "1"
     assert not (copy / "requirements.lock").exists()
+
+
+def test_recorded_seeds_run_once_more_beside_the_record_and_the_pool_stays(
+    studied, staging, tmp_path
+):
+    folder = shutil.copytree(studied[0], tmp_path / "again")
+    before = {path: path.read_bytes() for path in (folder / "results").rglob("*.*")}
+    told = []
+    for count in (2, 0):
+        process = start(folder, staging, "--seeds", "0,1", "--repeat")
+        out, errors = process.communicate()
+        assert (process.returncode, errors) == (0, "")
+        assert f"toy at nano, once more: 2 seeds, {count} to run\n" in out
+        told.append(out)
+    for out in told:
+        for seed in (0, 1):
+            assert re.search(
+                rf"seed {seed}: .*\b(\d+) of \1 values are as recorded", out
+            )
+            assert (folder / "runs/repeated/toy/nano" / f"{seed}.parquet").is_file()
+    assert before == {
+        path: path.read_bytes() for path in (folder / "results").rglob("*.*")
+    }
+    words = (
+        "E-RANGE: --seeds: toy at nano has seed 0, 1 on record, not 7; leave --repeat"
+    )
+    refused(words, study.repeat, "toy", "nano", [0, 7], folder=folder)
+
+
+def test_beside_the_record_stands_what_differs_most_and_no_time(fresh):
+    value = records.Value
+    recorded = [
+        value("toy/loss", 1.0, "nats"),
+        value("toy/accuracy", 0.5, "share"),
+        value("toy/time", 3.0, "seconds"),
+    ]
+    by_name = {one.name: one for one in recorded}
+    run = Run("toy", "nano", "study", 3, tuple(recorded), settings=SETTINGS)
+    assert study._beside(run, by_name) == "2 of 2 values are as recorded"
+    loss = replace(recorded[0], value=1.25)
+    run = replace(run, values=(loss, *recorded[1:]))
+    words = (
+        "1 of 2 values are as recorded; furthest is toy/loss: 1.25 here, 1 on record"
+    )
+    assert study._beside(run, by_name) == words
 
 
 def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(
