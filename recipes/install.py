@@ -28,7 +28,13 @@ import sys
 if "google.colab" in sys.modules:
     package = "{PACKAGE}"
     get_ipython().run_line_magic("pip", f"install -q '{{package}}'")"""
-NAMING = ("_config.yml", "README.md", "book/own.md", "book/teaching.md")
+NAMING = (
+    "_config.yml",
+    "README.md",
+    "book/own.md",
+    "book/how_to_rerun.md",
+    "book/teaching.md",
+)
 """Files that name the address, or a package's at it."""
 ADDRESS = re.compile(
     r"https://github\.com/[\w.-]+/moebook(?=[\s`'\"/#]|$)", re.MULTILINE

@@ -34,10 +34,21 @@ function filtered(table) {
     table.dispatchEvent(new Event("filtered"));
   };
 
+  // What is chosen stands in the address, so that a way back leads to the same rows.
+  const choose = () => {
+    const address = new URL(location);
+    for (const name of names) {
+      if (fields[name].value === "all") address.searchParams.delete(name);
+      else address.searchParams.set(name, fields[name].value);
+    }
+    history.replaceState(null, "", address);
+    show();
+  };
+
   bar.className = "moe-filters";
   for (const name of names) {
     const values = [...new Set(rows.flatMap((row) => told(row, name)))];
-    const [label, field] = select(name, values, asked.get(name), show);
+    const [label, field] = select(name, values, asked.get(name), choose);
     fields[name] = field;
     bar.append(label);
   }
@@ -51,6 +62,8 @@ function filtered(table) {
   // The table stands in a scrolling box, and that perhaps in one of the theme's: filters come before.
   (table.closest(".pst-scrollable-table-container") ?? table.closest(".moe-long") ?? table).before(bar);
   show();
+  // A browser may set the menus to what was chosen before, after this.
+  window.addEventListener("pageshow", show);
   // A link to a row that the address's filters hide would lead nowhere.
   const target = rows.find((row) => row.id && `#${row.id}` === location.hash);
   if (target?.hidden) {

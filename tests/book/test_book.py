@@ -464,6 +464,15 @@ def test_the_ledger_is_filtered_by_paper_and_there_is_one_search_field(site, bro
     select = "const s = document.querySelector('.moe-filters select'); s.value = 'all'"
     browser.run(f"{{{select}; s.dispatchEvent(new Event('change'))}}")
     assert len(browser.run(f"{shown}.map(e => e.id)")) == len(papers.claims())
+    # The way back from another page leads to the rows that were chosen last.
+    assert browser.run("location.search") == ""
+    browser.run(
+        f"{{{select.replace('all', 'PESC')}; s.dispatchEvent(new Event('change'))}}"
+    )
+    assert browser.run("location.search") == "?paper=PESC"
+    restored = f"{{{select}; window.dispatchEvent(new Event('pageshow'))}}"
+    browser.run(restored)
+    assert len(browser.run(f"{shown}.map(e => e.id)")) == len(papers.claims())
     visible = "[...document.querySelectorAll('.search-button-field')].filter(e => e.offsetParent)"
     assert browser.run(f"{visible}.length") == 1
 
