@@ -166,7 +166,9 @@ def _shown(frame: pd.DataFrame, goals: pd.DataFrame) -> pd.DataFrame:
     }
     shown = pd.DataFrame(columns).map("{:.2f}".format, na_action="ignore")
     absent = ("not run: " + lines["note"]).where(lines["seconds"].isna(), "")
-    shown["goal"] = absent + lines["aim"].astype(object).fillna("")
+    aim = lines["aim"].astype(object).fillna("")
+    both = (absent != "") & (aim != "")
+    shown["goal"] = absent + both.map({True: "; ", False: ""}) + aim
     shown.index = lines["op"] + " / " + lines["case"] + ": " + lines["contender"]
     return shown
 

@@ -122,7 +122,8 @@ class Effect:
         """The ends of the interval, without the unit; None where nothing varies."""
         if not self.ends:
             return None
-        return " to ".join(self.number(end).partition(" ")[0] for end in self.ends)
+        ends = records.within(self.unit, self.ends, is_difference=self.compared)
+        return " to ".join(self.number(end).partition(" ")[0] for end in ends)
 
     def said(self, aspect: str) -> str | None:
         """Write one of its aspects; None for a word that is none."""

@@ -57,7 +57,7 @@ class Machine:
 def machine(text: str) -> Machine:
     """Read ``h200x8``: a name of `GPUS`, and how many, by default one."""
     name, _, number = (text, "", "1") if text in GPUS else text.rpartition("x")
-    if not number.isdecimal():
+    if not number.isdecimal() or name not in GPUS:
         name = text
         number = "1"
     refuse_unknown(name, GPUS, "E-NAME", f"--gpu {text}: no GPU '{name}' is known;")

@@ -78,7 +78,10 @@ def _packages() -> Finding:
     """Compare what is installed with the ranges that the package declares."""
     installed: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
-        installed[canonicalize_name(distribution.name)] = distribution.version
+        name = distribution.metadata["Name"]
+        if name:  # else an interrupted installation left its folder without metadata
+            # Of several the first is imported.
+            installed.setdefault(canonicalize_name(name), distribution.version)
     needed = 0
     wrong: list[str] = []
     for text in importlib.metadata.requires("moebook") or ():

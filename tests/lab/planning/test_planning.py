@@ -341,6 +341,7 @@ def test_gpus_are_read_with_their_number():
         machine("rtx4090").count,
     ) == (8, 1, 1)
     assert machine("rtx4090x2").name == "rtx4090"
+    refused("E-NAME: --gpu rtx3090: no GPU 'rtx3090'.*'rtx4090'", machine, "rtx3090")
     assert str(machine("a100x16")) == "a100x16"
 
 

@@ -188,3 +188,23 @@ def test_ctrl_c_ends_it_in_one_line(tmp_path):
     os.kill(begun.pid, signal.SIGINT)
     code, _, told = begun.ended()
     assert (code, told) == (130, "interrupted; nothing half-written was left\n")
+
+
+def test_of_two_installations_the_first_counts_and_one_without_metadata_is_passed_by(
+    tmp_path, monkeypatch
+):
+    broken = tmp_path / "tqdm-4.70.dist-info"
+    broken.mkdir()
+    (broken / "RECORD").touch()
+    older = tmp_path / "numpy-0.1.dist-info"
+    older.mkdir()
+    (older / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: numpy\nVersion: 0.1\n"
+    )
+    path = list(sys.path)
+    monkeypatch.setattr(sys, "path", [*path, str(tmp_path)])
+    assert doctor._packages().failures == ()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *path])
+    (told,) = doctor._packages().failures
+    assert "numpy" in told
+    assert "found 0.1" in told
