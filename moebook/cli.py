@@ -280,7 +280,7 @@ def run(options: argparse.Namespace) -> int:
 )
 def study(options: argparse.Namespace) -> int:
     """Add runs to a pool, one per seed, or repeat them; exit with 1 if one failed."""
-    from moebook import lists, storage
+    from moebook import storage
     from moebook.lab.run import study as studies
 
     folder = storage.checkout()
@@ -303,31 +303,23 @@ def study(options: argparse.Namespace) -> int:
         refuse("E-RANGE", f"--jobs is {options.jobs}: a cluster decides by itself")
     if options.gpus_per_run is not None and options.engine != "ray":
         refuse("E-USAGE", "moebook study: --gpus-per-run needs --engine ray")
+    if options.repeat and (options.engine == "ray" or options.arms is not None):
+        why = "it runs here, with all arms on record"
+        takes = "--repeat takes no --engine and no --arms"
+        refuse("E-USAGE", f"moebook study: {takes}: {why}")
+    seeds = lists.seeds("--seeds", options.seeds)
+    which = (options.notebook, options.protocol, seeds)
     if options.repeat:
-        if options.engine == "ray" or options.arms is not None:
-            why = "it runs here, with all arms on record"
-            refuse(
-                "E-USAGE",
-                f"moebook study: --repeat takes no --engine and no --arms: {why}",
-            )
-        failed = studies.repeat(
-            options.notebook,
-            options.protocol,
-            lists.seeds("--seeds", options.seeds),
+        failed = studies.repeat(*which, folder=folder, jobs=options.jobs)
+    else:
+        failed = studies.study(
+            *which,
             folder=folder,
+            arms=options.arms,
             jobs=options.jobs,
+            engine=options.engine,
+            gpus=options.gpus_per_run or 0.0,
         )
-        return int(failed > 0)
-    failed = studies.study(
-        options.notebook,
-        options.protocol,
-        lists.seeds("--seeds", options.seeds),
-        folder=folder,
-        arms=options.arms,
-        jobs=options.jobs,
-        engine=options.engine,
-        gpus=options.gpus_per_run or 0.0,
-    )
     return int(failed > 0)
 
 

@@ -167,8 +167,8 @@ def _shown(frame: pd.DataFrame, goals: pd.DataFrame) -> pd.DataFrame:
     shown = pd.DataFrame(columns).map("{:.2f}".format, na_action="ignore")
     absent = ("not run: " + lines["note"]).where(lines["seconds"].isna(), "")
     aim = lines["aim"].astype(object).fillna("")
-    both = (absent != "") & (aim != "")
-    shown["goal"] = absent + both.map({True: "; ", False: ""}) + aim
+    both = zip(absent, aim, strict=True)
+    shown["goal"] = ["; ".join(filter(None, texts)) for texts in both]
     shown.index = lines["op"] + " / " + lines["case"] + ": " + lines["contender"]
     return shown
 

@@ -119,7 +119,7 @@ class Effect:
 
     @property
     def span(self) -> str | None:
-        """The ends of the interval, without the unit; None where nothing varies."""
+        """The ends of the interval, cut where its unit ends; None where nothing varies."""
         if not self.ends:
             return None
         ends = records.within(self.unit, self.ends, is_difference=self.compared)

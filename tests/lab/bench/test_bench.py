@@ -627,8 +627,10 @@ def test_goals_are_met_or_missed_by_the_ratio_in_their_direction():
 
 def test_goals_of_who_did_not_run_are_told_and_a_gpu_has_its_own():
     absent = (math.nan, math.nan, 0)
-    verdicts = report.judge(frame(ours=OURS, floor=absent))
+    measured = frame(ours=OURS, floor=absent)
+    verdicts = report.judge(measured)
     assert set(verdicts["verdict"]) == {"not run"}
+    assert "not run: refused; " in report.table(measured)
     verdicts = report.judge(frame(ours=absent, floor=(1.0, 1.0, 0)))
     assert set(verdicts["verdict"]) == {"missed"}
     assert set(verdicts["reason"]) == {"refused"}

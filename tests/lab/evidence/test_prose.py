@@ -256,3 +256,12 @@ def test_a_number_has_two_digits_or_is_whole_and_has_no_exponent(
 ):
     effect = prose.Effect("x", np.zeros((1, 1)), unit, compared, (0.0,))
     assert effect.number(number) == written
+
+
+def test_an_interval_of_shares_ends_where_a_share_does():
+    shares = np.array([[0.0], [0.02], [0.05]])
+    low, high = prose.Effect("x", shares, "share", False, (0.0,)).span.split(" to ")
+    assert (low, float(high) > 5) == ("0.0", True)
+    apart = np.array([[0.0], [0.5]])
+    effect = prose.Effect("x", apart, "share", True, (0.0,))
+    assert effect.span == "−100.0 to +100.0"
