@@ -304,6 +304,14 @@ def test_sweeps_whose_largest_sizes_differ_say_nothing_of_who_is_the_fastest():
     assert bench.told(panels).endswith(" ours is the fastest in 1 of 2 sweeps")
 
 
+def test_why_a_contender_did_not_run_stands_apart_from_its_goal(tiny):
+    frame = tiny.copy()
+    lacking = frame["contender"] == "grouped_mm"
+    frame.loc[lacking, "seconds"] = math.nan
+    frame.loc[lacking, "note"] = "it is gone"
+    assert "not run: it is gone; at least" in report.table(frame)
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_whole_run_is_kept_only_of_stated_settings(
     tiny, project, monkeypatch, capsys, kept
@@ -627,10 +635,8 @@ def test_goals_are_met_or_missed_by_the_ratio_in_their_direction():
 
 def test_goals_of_who_did_not_run_are_told_and_a_gpu_has_its_own():
     absent = (math.nan, math.nan, 0)
-    measured = frame(ours=OURS, floor=absent)
-    verdicts = report.judge(measured)
+    verdicts = report.judge(frame(ours=OURS, floor=absent))
     assert set(verdicts["verdict"]) == {"not run"}
-    assert "not run: refused; " in report.table(measured)
     verdicts = report.judge(frame(ours=absent, floor=(1.0, 1.0, 0)))
     assert set(verdicts["verdict"]) == {"missed"}
     assert set(verdicts["reason"]) == {"refused"}
