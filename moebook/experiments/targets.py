@@ -540,7 +540,12 @@ def record(
         run.record(
             "rocket/budget/default_minus_largest/accuracy", lead, "percent_points"
         )
-    errors = mixed_errors(mixed_cases(results))
+    rows = {
+        target: len(result.answers[0])
+        for (target, _), result in results.items()
+        if result.single is not None
+    }
+    errors = mixed_errors(mixed_cases(results), rows)
     for name in RECORDED:
         if name in errors:
             place = f"rocket/{name.replace(' ', '_')}/mixed_cases_error"
@@ -557,13 +562,17 @@ def mixed_cases(results: Mapping[tuple[str, str], Result]) -> pd.DataFrame:
     return pd.DataFrame(lines).T
 
 
-def mixed_errors(cases: pd.DataFrame) -> dict[str, float]:
-    """Return the error rates on all mixed cases together; empty where there are none."""
+def mixed_errors(cases: pd.DataFrame, rows: Mapping[str, int]) -> dict[str, float]:
+    """Return the error rates on all mixed cases together; empty where there are none.
+
+    The cases are shares of a target's test ``rows``.
+    """
     some = cases.dropna()
     if not len(some):
         return {}
+    counts = [share * rows[target] for target, share in some.mixed.items()]
     return {
-        name: float(np.average(some[name], weights=some.mixed))
+        name: float(np.average(some[name], weights=counts))
         for name in cases.columns[3:]
     }
 

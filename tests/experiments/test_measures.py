@@ -49,10 +49,11 @@ def test_errors_on_mixed_cases_weigh_targets_by_how_many_they_have():
         columns=columns,
         dtype=float,
     )
-    errors = targets.mixed_errors(cases)
-    assert errors["mixture"] == pytest.approx((0.6 * 0.5 + 0.2 * 0.9) / 0.8)
-    assert errors["best expert"] == pytest.approx((0.6 * 0.1 + 0.2 * 0.5) / 0.8)
-    assert targets.mixed_errors(cases.loc[["sums"]]) == {}
+    rows = {"gcd": 10, "isa": 1000, "sums": 50}  # so 6 and 200 mixed cases
+    errors = targets.mixed_errors(cases, rows)
+    assert errors["mixture"] == pytest.approx((6 * 0.5 + 200 * 0.9) / 206)
+    assert errors["best expert"] == pytest.approx((6 * 0.1 + 200 * 0.5) / 206)
+    assert targets.mixed_errors(cases.loc[["sums"]], rows) == {}
 
 
 @pytest.mark.parametrize("sized", [True, False])
