@@ -40,7 +40,7 @@ def main(settings: Settings) -> rocket.Config:
 
 
 def known(settings: Settings) -> dict[str, Arm | None]:
-    """Return all arms by name: which there are the sizes say, of which some are refused."""
+    """Return all arms by name, as the sizes allow them; sizes that allow none are refused."""
     try:
         return arms(main(settings), strict=settings["strict"])
     except Refusal as refusal:

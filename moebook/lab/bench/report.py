@@ -263,9 +263,10 @@ def recorded(start: Path | None = None) -> dict[str, Run]:
 def remeasured(records: Mapping[str, Run], names: Iterable[str] = ()) -> pd.DataFrame:
     """Read runs back: a line a contender, with machine and recorded values.
 
-    A record writes contenders as parts of names; those among ``names`` are called so again.
+    In a record contenders are slugs, since they are parts of values' names; those that are
+    slugs of ``names`` are called by these again.
     """
-    called = {slug(name): name for name in names}
+    name_of = {slug(name): name for name in names}
     cases: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     contenders: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for machine, record in records.items():
@@ -275,11 +276,13 @@ def remeasured(records: Mapping[str, Run], names: Iterable[str] = ()) -> pd.Data
                 contenders[machine, *key][column] = value.value
             elif column in COUNTS:
                 cases[machine, *key][column] = value.value
-    keys = list(contenders)
-    numbers = [{**cases[key[:3]], **contenders[key]} for key in keys]
-    who = pd.DataFrame(keys, columns=["machine", "op", "case", "contender"])
-    who["contender"] = who["contender"].replace(called)
-    return who.join(pd.DataFrame(numbers, columns=[*UNITS, *COUNTS]))
+    lines = []
+    for (machine, op, case, contender), measured in contenders.items():
+        who = {"machine": machine, "op": op, "case": case}
+        who["contender"] = name_of.get(contender, contender)
+        lines.append({**who, **cases[machine, op, case], **measured})
+    columns = ["machine", "op", "case", "contender", *UNITS, *COUNTS]
+    return pd.DataFrame(lines, columns=columns)
 
 
 def regrown(records: Mapping[str, Run]) -> pd.DataFrame:
