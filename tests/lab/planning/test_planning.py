@@ -350,9 +350,9 @@ def test_gpus_are_read_with_their_number():
     [
         (
             partial(machine, "h300x8"),
-            r"E-NAME: --gpu h300x8: no GPU 'h300' is known; did you mean 'h",
+            r"E-NAME: --gpu h300x8: no GPU 'h300x8' is known; did you mean 'h200'",
         ),
-        (partial(machine, "8"), "E-NAME: --gpu 8: no GPU '' is known"),
+        (partial(machine, "8"), "E-NAME: --gpu 8: no GPU '8' is known"),
         (partial(machine, "h200x0"), "E-RANGE: --gpu h200x0: expected 1 to 10000"),
         (partial(machine, "h200x000001999999"), "E-RANGE: .*expected 1 to 10000"),
         (
