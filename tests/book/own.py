@@ -8,6 +8,7 @@ import json
 import random
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,10 @@ def _rows(folder: Path) -> None:
     ]
     chosen = [row | {"choices": list(TEAMS)} for row in asked[:6]]
     write(folder / "test.jsonl", [*chosen, *asked[6:12]])
+    sums = [
+        {"prompt": f"{number} + 2 =", "answer": str(number + 2)} for number in range(80)
+    ]
+    write(folder / "general.jsonl", sums)
 
 
 def write(path: Path, rows: list[dict]) -> None:
@@ -121,10 +126,15 @@ def blocks(page: str) -> list[tuple[int, str]]:
     ]
 
 
-def run(page: str) -> dict[str, Any]:
-    """Run a page's blocks in order, and return the names that they leave."""
-    names: dict[str, Any] = {"__name__": page}
+def run(page: str, how: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Run a page's blocks in order, and return the names that they leave.
+
+    ``how`` takes the place of the page's own, empty one: what its models are loaded with.
+    """
+    names: dict[str, Any] = {"__name__": page, "given": how}
     for line, block in blocks(page):
+        if how is not None:
+            block = block.replace("how = {}", "how = given")
         code = compile("\n" * line + block, str(BOOK / f"{page}.md"), "exec")
         exec(code, names)
     return names

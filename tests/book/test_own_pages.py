@@ -11,6 +11,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from lm_eval.tasks import TaskManager
@@ -19,12 +20,14 @@ from transformers import AutoModelForCausalLM
 from moebook import data, models
 from moebook.evaluation import harness
 from moebook.lab import planning
-from moebook.methods import pesc, rocket
+from moebook.methods import esft, pesc, rocket
 from tests.book import own
 from tests.book.own import BOOK, PAGES, blocks, run
 
 LONGEST = 14  # lines of a block
-INPUTS = "my-model my-moe my-loras train.jsonl test.jsonl hub-data".split()
+INPUTS = (
+    "my-model my-moe my-loras train.jsonl test.jsonl general.jsonl hub-data".split()
+)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:W-BASE", "ignore::DeprecationWarning", "ignore:W-LONG"
 )
@@ -156,8 +159,19 @@ def test_experts_are_chosen_trained_and_merged_for_everybodys_tools(place):
         chosen
     )
     assert names["moved"].moved.any()
-    restored = names["base"].state_dict()
+    tuned = esft.load(models.load("my-moe")[0], "my-task")
+    restored = esft.restore(tuned).state_dict()
     assert all(torch.equal(base[name], restored[name]) for name in base)
+    ways = {way for _, way, _ in pd.concat(names["found"]).index}
+    assert ways == {"esft", "lora"}
+    tasks = {"own_train", "own_general"}
+    assert all(set(table.index) == tasks for table in names["found"].values())
+
+
+@pytest.mark.parametrize("page", ["own_pesc", "own_esft"])
+def test_a_page_runs_in_the_type_that_it_names_for_a_gpu(place, page):
+    how = {"dtype": torch.bfloat16}
+    assert run(page, how)["how"] == how
 
 
 def test_a_strangers_loras_are_chosen_and_mixed(place):

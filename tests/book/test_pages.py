@@ -102,6 +102,22 @@ def test_the_ledger_marks_what_survives_and_says_why_a_design_cannot_decide(fold
     assert page.count("</span>* <b>") == 1
     assert '<span class="verdict notrun">not testable</span>' in page
     assert "One &lt;knows&gt; it all." in page
+    assert "a star: five seeds or more, and still significant" in page
+    assert verdicts.MARKED == 5
+
+
+def test_a_row_of_the_ledger_names_its_paper_and_prints_its_cautions(folder):
+    open_ = _row(CLAIM.id, _pool(0.5, step=4))
+    page = pages.page("ledger", rows=[open_], places=pages.Places(folder))
+    assert '<span class="paper">PESC</span>' in page
+    (told,) = findings.notes(open_.verdicts[0].shown)
+    assert told.startswith("these runs could have seen ")
+    assert page.count(f'<p class="moe-paper">{told}</p>') == 1
+    assert page.count(told) == 2  # on paper, and in the fold
+    sure = _row(CLAIM.id, _pool(0.8))
+    assert "moe-paper" not in pages.page(
+        "ledger", rows=[sure], places=pages.Places(folder)
+    )
 
 
 def test_the_ledger_calls_a_sparse_base_by_all_of_its_weights(folder):
@@ -157,6 +173,11 @@ def test_a_claim_that_ended_is_shown_as_withdrawn_with_the_verdict_that_it_had(f
     assert "Its bound &lt;could&gt; not fail." in page
     assert '<span class="verdict notrun">had been: holds</span>' in page
     assert 'In its place: <a href="#pesc.new">pesc.new</a>' in page
+    # In the fold, and on paper.
+    assert page.count("Its bound &lt;could&gt; not fail.") == 2
+    assert re.search(
+        r'study <a href="records.html#runs-pesc-nano">nano</a>, seeds 0, 1, 2', page
+    )
     had = "It had been: holds at 1 M. In its place: pesc.new."
     assert findings.said(row).endswith(had)
     assert verdicts.chance([row]).tested == ()
@@ -264,6 +285,13 @@ def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survi
         in text
     )
     assert "; 2 of these are *holds* or *fails*" in text
+    assert "The table above has 0 more" in text
+    equal = replace(CLAIM, direction="equal", tolerance=0.01)
+    more = pages.page(
+        "chance", rows=[*rows, _row("pesc.equal", _pool(0.9), claim=equal)]
+    )
+    assert "have 4 verdicts about a direction" in more
+    assert "The table above has 1 more" in more
     assert "\n| 1 M | 4 | 0 | 2 |\n" in text
     assert "chance alone would produce about 0.2." in text
     links = "".join(
@@ -309,6 +337,10 @@ def test_the_audit_shows_every_finding_and_folds_those_of_one_cause():
     assert page.count("and 2 more") == 1
     assert "a &lt;mean&gt;" in page
     assert "<mean>" not in page
+    same = replace(found[0], kind="same quantity", group="Table 2")
+    page = pages.audit([found[0], same])
+    assert "it prints 1.0, its cells give 1.1." in page
+    assert "it prints 1.0, and elsewhere 1.1 for the same quantity." in page
     name = Finding("pesc", "row 0", "name", "A", "B", "differs", "all equal", "row 0")
     counts = re.findall(r"<td[^>]*>(\d+)</td>", pages.audit([*found, name]))
     assert counts == ["4", "1", "0", "0", "3", "1"]
