@@ -64,12 +64,18 @@ class Pool:
     runs: tuple[Run, ...]
 
     def __post_init__(self) -> None:
+        where = f"{self.notebook}/{self.protocol}"
+        units: dict[str, tuple[str, int]] = {}  # of a value's name, and whose seed
         for number, run in enumerate(self.runs):
             for other in self.runs[:number]:
                 for clash in _clashes(other, run):
+                    refuse("E-POOL", f"{where}, seed {run.seed}: {clash}")
+            for value in run.values:
+                unit, seed = units.setdefault(value.name, (value.unit, run.seed))
+                if value.unit != unit:
+                    pair = f"{value.unit}, seed {seed} has it in {unit}"
                     refuse(
-                        "E-POOL",
-                        f"{self.notebook}/{self.protocol}, seed {run.seed}: {clash}",
+                        "E-POOL", f"{where}, seed {run.seed}: {value.name} is in {pair}"
                     )
 
     @property
@@ -344,7 +350,6 @@ def _clashes(one: Run, other: Run) -> Iterator[str]:
         yield f"tested on other rows than seed {one.seed}; nothing pairs them"
     if one.seed == other.seed:
         yield from _clashes_of_a_seed(one, other)
-    yield from _clashes_of_values(one, other)
 
 
 def _clashes_of_a_seed(one: Run, other: Run) -> Iterator[str]:
@@ -356,19 +361,9 @@ def _clashes_of_a_seed(one: Run, other: Run) -> Iterator[str]:
         yield "two files hold this seed; take one away"
     if one.rows != other.rows:
         yield "two files of this seed trained on other rows; take one away"
-
-
-def _clashes_of_values(one: Run, other: Run) -> Iterator[str]:
-    """Say which values of two runs have other units, or of one seed other items."""
-    known = {value.name: value for value in one.values}
+    items = {value.name: value.items for value in one.values}
     for value in other.values:
-        if value.name not in known:
-            continue
-        before = known[value.name]
-        if before.unit != value.unit:
-            units = f"{value.unit}, seed {one.seed} has it in {before.unit}"
-            yield f"{value.name} is in {units}"
-        if before.items != value.items and one.seed == other.seed:
+        if value.items != items.get(value.name, value.items):
             yield f"two files record {value.name} differently; take one away"
 
 
