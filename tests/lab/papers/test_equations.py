@@ -7,6 +7,7 @@ mends the block (and the name shown in the row).
 
 import ast
 import importlib
+import json
 import re
 from itertools import chain
 from pathlib import Path
@@ -48,6 +49,19 @@ def test_a_theory_page_is_at_most_1500_words_and_three_listings():
         text = page.read_text("utf-8")
         listings = text.count("```{literalinclude}")
         assert len(text.split()) <= 1500 and listings <= 3, page.name
+
+
+def test_a_page_says_whose_equation_a_number_is():
+    """The book numbers its own equations, so "Eq. 2" alone may be either's."""
+    names = ["primer", "kernels_theory", "pesc_exercises", "esft_exercises"]
+    names += [f"{paper}_theory" for paper in ("pesc", "router_init", "esft")]
+    texts = {name: (ROOT / "book" / f"{name}.md").read_text("utf-8") for name in names}
+    cells = json.loads((ROOT / "notebooks" / "01_pesc.ipynb").read_text("utf-8"))
+    told = [one["source"] for one in cells["cells"] if one["cell_type"] == "markdown"]
+    texts["01_pesc"] = "".join(chain.from_iterable(told))
+    for name, text in texts.items():
+        one_line = " ".join(text.split())
+        assert re.findall(r"(?<!paper's )(?<!\bits )Eq\. \d+", one_line) == [], name
 
 
 @pytest.mark.parametrize("paper", PAGES)
