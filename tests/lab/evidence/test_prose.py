@@ -216,7 +216,8 @@ def test_the_books_own_prose_fits_its_pools_names_bases_and_no_pool_and_is_short
     ledger,
 ):
     pages = prose.pages(ROOT, ledger)
-    papers_told = {n for n in pages if n not in ("found_front", "found_which")}
+    beside = {"found_front", "found_which", *(f"found_{name}" for name in DETAILS)}
+    papers_told = {n for n in pages if n not in beside}
     assert len(papers_told) == 6
     page = (ROOT / "book" / "found.md").read_text()
     introduction = page.partition("\n## ")[0]
@@ -232,9 +233,34 @@ def test_the_books_own_prose_fits_its_pools_names_bases_and_no_pool_and_is_short
     for name in papers_told:
         for mark in ("**The surprise.**", "Caution:", "The price"):
             assert mark in pages[name], (name, mark)
+    for name in papers_told | {f"found_{name}" for name in DETAILS}:
         for sentence in re.split(r"(?<=[.?!])\**\s+", pages[name]):
             measured = re.search(r"\d (points|nats|%|times)", sentence)
             assert not measured or re.search(r"\b\d+ M\b", sentence), sentence
+
+
+DETAILS = {
+    "pesc_details": [("pesc", "fixed", "pesc/sparse/accuracy")],
+    "router_init_details": [
+        ("router_init", "trsu", "router_init/trsu/accuracy"),
+        ("router_init", "crsu", "router_init/crsu/accuracy"),
+    ],
+    "rocket_details": [("rocket", "passes", "rocket/mixture/accuracy")],
+    "rivals_details": [("rivals", "own_fresh", "rivals/rocket/accuracy")],
+    "esft_details": [("esft", "aligned", "esft/gate/accuracy")],
+    "together_details": [("together", "nano", "together/dense/pesc/accuracy")],
+}
+"""What stands below an answer on its page of findings, and the values whose test rows it counts."""
+
+
+@pytest.mark.parametrize("name", DETAILS)
+def test_what_the_questions_are_is_told_with_the_rows_of_the_pools(name, pools):
+    text = (ROOT / "book" / "found" / f"{name}.md").read_text()
+    for notebook, protocol, value in DETAILS[name]:
+        questions = pools(notebook)[protocol].effects(value).shape[1]
+        assert f"{questions:,}" in text, (protocol, questions)
+    finding = next((ROOT / "notebooks").glob(f"*_{name[:-8]}_findings.ipynb"))
+    assert f"_generated/found_{name}.md" in finding.read_text()
 
 
 @pytest.mark.parametrize(
