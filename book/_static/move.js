@@ -39,6 +39,12 @@ window.moved = (() => {
     const told = html("dl", { "aria-live": "polite" });
     const picture = svg("svg", { role: "img", "aria-label": title });
     const frame = html("div", { class: "moe-picture" }, picture);
+    // On paper there are no fields: the caption says where they stand.
+    const caption = html("figcaption", { class: "moe-paper" });
+    const stands = (field) => {
+      if (field.type === "checkbox") return `${field.label}: ${field.checked ? "yes" : "no"}`;
+      return `${field.label}: ${field.type === "range" ? field.say(Number(field.value)) : field.value}`;
+    };
     const render = () => {
       for (const field of Object.values(fields)) {
         if (field.type !== "range") continue;
@@ -53,6 +59,7 @@ window.moved = (() => {
       const size = { width, height, viewBox: `0 0 ${width} ${height}` };
       for (const [name, value] of Object.entries(size)) picture.setAttribute(name, value);
       picture.replaceChildren(...marks);
+      caption.textContent = `${title}. Shown with ${Object.values(fields).map(stands).join("; ")}.`;
     };
     panel.append(...Object.values(fields).map(control));
     panel.addEventListener("input", (event) => {
@@ -63,7 +70,7 @@ window.moved = (() => {
     const folded = html("details", {}, html("summary", {}, "The numbers as a table"));
     (table.closest(".pst-scrollable-table-container") ?? table).replaceWith(folded);
     folded.append(table);
-    folded.before(panel, told, frame);
+    folded.before(panel, told, frame, caption);
     new ResizeObserver(render).observe(frame);
     render();
   }

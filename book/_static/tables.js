@@ -1,4 +1,5 @@
-// Filters for tables marked <table data-filters="paper verdict">. Without JavaScript every row shows.
+// Filters for tables marked <table data-filters="paper verdict">, and a text where they have data-words.
+// Without JavaScript every row shows.
 "use strict";
 
 function select(name, values, chosen, onchange) {
@@ -9,6 +10,12 @@ function select(name, values, chosen, onchange) {
   field.value = values.includes(chosen) ? chosen : "all";
   field.addEventListener("change", onchange);
   return [label, field];
+}
+
+// What a claim says, without its fold, and what it is called.
+function sentence(row) {
+  const said = [...row.cells[0].childNodes].filter((node) => node.nodeName !== "DETAILS");
+  return [row.id, ...said.map((node) => node.textContent)].join(" ").toLowerCase();
 }
 
 // A row may be of several kinds, such as a claim with a verdict at each scale: "holds|fails".
@@ -22,15 +29,21 @@ function filtered(table) {
   const box = table.closest(".moe-long");
   const fields = {};
   const asked = new URLSearchParams(location.search);
+  const search = document.createElement("input");
+  search.type = "search";
+  search.value = (table.dataset.words && asked.get("words")) ?? "";
 
   const show = () => {
     let shown = 0;
+    const words = search.value.toLowerCase().split(/\s+/);
     for (const row of rows) {
-      row.hidden = names.some((name) => !["all", ...told(row, name)].includes(fields[name].value));
+      const said = words.every((word) => sentence(row).includes(word));
+      const chosen = names.every((name) => ["all", ...told(row, name)].includes(fields[name].value));
+      row.hidden = !said || !chosen;
       shown += !row.hidden;
     }
     const more = box && box.scrollHeight > box.clientHeight + 1;
-    count.textContent = `${shown} of ${rows.length} shown${more ? "; scroll the table for more" : ""}`;
+    count.textContent = `${shown} of ${rows.length} ${table.dataset.rows} shown${more ? "; scroll the table for more" : ""}`;
     table.dispatchEvent(new Event("filtered"));
   };
 
@@ -41,6 +54,8 @@ function filtered(table) {
       if (fields[name].value === "all") address.searchParams.delete(name);
       else address.searchParams.set(name, fields[name].value);
     }
+    if (search.value) address.searchParams.set("words", search.value);
+    else address.searchParams.delete("words");
     history.replaceState(null, "", address);
     show();
   };
@@ -50,6 +65,12 @@ function filtered(table) {
     const values = [...new Set(rows.flatMap((row) => told(row, name)))];
     const [label, field] = select(name, values, asked.get(name), choose);
     fields[name] = field;
+    bar.append(label);
+  }
+  if (table.dataset.words) {
+    const label = document.createElement("label");
+    label.append(table.dataset.words, search);
+    search.addEventListener("input", choose);
     bar.append(label);
   }
   bar.append(count);
@@ -68,6 +89,7 @@ function filtered(table) {
   const target = rows.find((row) => row.id && `#${row.id}` === location.hash);
   if (target?.hidden) {
     for (const name of names) fields[name].value = "all";
+    search.value = "";
     show();
     target.scrollIntoView();
   }
@@ -95,7 +117,7 @@ if (cell) {
 }
 
 // The name of an option does not break behind its dashes.
-for (const code of document.querySelectorAll(".highlight-console pre, .bd-article code .pre")) {
+for (const code of document.querySelectorAll(".highlight-console pre, .bd-article code .pre, table.moe code")) {
   const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
   const found = [];
   while (texts.nextNode()) found.push(texts.currentNode);
@@ -113,11 +135,31 @@ for (const code of document.querySelectorAll(".highlight-console pre, .bd-articl
   }
 }
 
-// A long name in a table or beside the page breaks behind a dot, a dash or an underscore.
-const narrow = ".bd-article table code .pre:not(:has(*)), :is(.bd-sidenav, .bd-sidebar-secondary) :is(a:not(:has(*)), .pre)";
+// A long name breaks behind a dot, a dash or an underscore: in a table, a fold's title, a signature, or beside the page.
+const narrow = [
+  ".bd-article :is(table code, summary code) .pre:not(:has(*))",
+  "dt.sig :is(.sig-prename, .sig-name, .n, .default_value) .pre:not(:has(*))",
+  ":is(.bd-sidenav, .bd-sidebar-secondary) :is(a:not(:has(*)), .pre)",
+].join();
 for (const name of document.querySelectorAll(narrow)) {
   const pieces = name.textContent.split(/(?<=[._/-])(?=.)/);
   name.replaceChildren(...pieces.flatMap((piece, place) => (place ? [document.createElement("wbr"), piece] : [piece])));
+}
+
+// A table of prose is stacked on a phone, a row's cells one below the other: each says its column.
+for (const table of document.querySelectorAll(".bd-article table.table:not(.autosummary, .moe-stacked *)")) {
+  const heads = [...(table.tHead?.rows[0]?.cells ?? [])];
+  const cells = [...table.tBodies].flatMap((body) => [...body.rows]).flatMap((row) => [...row.cells]);
+  if (heads.length < 3 || !cells.some((cell) => cell.textContent.length > 30)) continue;
+  table.classList.add("moe-cells");
+  for (const cell of cells) {
+    const head = heads[cell.cellIndex];
+    if (!head || !cell.cellIndex || !cell.textContent.trim()) continue;
+    const column = document.createElement("span");
+    column.className = "moe-column";
+    column.append(...head.cloneNode(true).childNodes, ": ");
+    cell.prepend(column);
+  }
 }
 
 // The arrows that unfold a chapter in the sidebar show no word: they are called by their chapter.

@@ -88,6 +88,9 @@ def test_pescs_sizes_are_those_of_its_counts(moved, browser):
         key = {"key": "ArrowLeft", "code": "ArrowLeft", "windowsVirtualKeyCode": 37}
         browser.call("Input.dispatchKeyEvent", type=kind, **key)
     assert "✘ does not round to the printed 14" in shown({})[last]
+    caption = browser.run("document.querySelector('.moe-move figcaption').textContent")
+    assert "Shown with host: llama-2-13b; layers L: 40;" in caption
+    assert caption.endswith("adapter width R: 588.")
     numbers = shown({"layers L": 2, "model width D": 256, "experts E": 5})
     assert numbers["adapters, 2LEDR"] == f"{2 * 2 * 5 * 256 * 588:,}"
     assert last not in numbers
@@ -293,3 +296,47 @@ def test_the_forest_shows_the_intervals_that_the_filters_leave(
         assert drawn == [[kind, pytest.approx(value)] for kind, value in left]
     told = browser.run("document.querySelector('.moe-drawn').previousSibling.innerText")
     assert told.startswith("1 interval: 0 as claimed, 1 against it, 0 undecided")
+
+
+def test_the_ledgers_rows_are_found_by_words_which_stand_in_the_address(
+    moved, browser, tmp_path
+):
+    claim = papers.claim("pesc.sparse-beats-dense")
+    sentences = {
+        "pesc.one": "Sparse beats dense.",
+        "pesc.two": "Dense is cheaper.",
+        "esft.three": "Experts of one task are few.",
+    }
+    rows = [
+        verdicts.row(replace(claim, id=name, sentence=sentence), [])
+        for name, sentence in sentences.items()
+    ]
+    (tmp_path / "_config.yml").write_text(
+        "repository: {url: 'https://example.org/r', branch: b}"
+    )
+    moved(pages.page("ledger", rows=rows, places=pages.Places(tmp_path)))
+    field = "document.querySelector('.moe-filters input')"
+    shown = "[...document.querySelectorAll('tbody tr')].filter(e => !e.hidden).map(e => e.id)"
+    for typed, left in {
+        "DENSE": ["pesc.one", "pesc.two"],
+        "dense  sparse": ["pesc.one"],
+        "esft.three": ["esft.three"],
+        "benchmarks": [],  # a word of the fold alone
+        "": [*sentences],
+    }.items():
+        browser.run(
+            f"{field}.value = '{typed}'; {field}.dispatchEvent(new Event('input'))"
+        )
+        assert browser.run(shown) == left, typed
+        told = browser.run("document.querySelector('.moe-filters output').textContent")
+        assert told.startswith(f"{len(left)} of 3 claims shown")
+        asked = browser.run("new URLSearchParams(location.search).get('words')")
+        assert asked == (typed or None)
+    address = (tmp_path / "page.html").as_uri()
+    browser.open(f"{address}?words=cheaper")
+    assert browser.run(shown) == ["pesc.two"]
+    # A link to a row that the words hide leads there all the same.
+    browser.fresh()
+    browser.open(f"{address}?words=cheaper#pesc.one")
+    assert browser.run(shown) == [*sentences]
+    assert browser.run(f"{field}.value") == ""

@@ -1,9 +1,10 @@
 """Generated pages show every changed value; exercises in code have checks that tell right."""
 
+import inspect
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 
@@ -136,6 +137,33 @@ def test_what_python_says_of_a_named_tuples_field_is_left_out():
         assert lines == kept
 
 
+def test_a_signature_shows_what_a_field_starts_as():
+    @dataclass
+    class Made:
+        tokens: list
+        own_tokens: list = field(default_factory=lambda: [0, 0])
+        parts: dict = field(default_factory=dict)
+
+    python = str(inspect.signature(Made)).partition(" ->")[0]
+    python = re.sub(r": \w+", "", python).replace(" = ", "=")
+    assert python == "(tokens, own_tokens=<factory>, parts=<factory>)"
+    parts = (None, "class", "x", Made, None)
+    shown, _ = extension._with_first_values(*parts, python, None)
+    assert shown == "(tokens, own_tokens=[0, 0], parts={})"
+    assert extension._with_first_values(*parts, "(tokens=[])", None) is None
+
+
+def test_a_type_keeps_the_quotes_of_code_and_prose_does_not():
+    page = nodes.paragraph()
+    for name in ("Type", "Note"):
+        body = nodes.field_body("", nodes.paragraph("", "Literal[‘mean’, “x”]"))
+        page += nodes.field("", nodes.field_name("", name), body)
+    extension._straighten_types(None, page)
+    kept, prose = (one[1].astext() for one in page)
+    assert kept == "Literal['mean', \"x\"]"
+    assert prose == "Literal[‘mean’, “x”]"
+
+
 def test_no_line_ends_between_a_number_and_its_unit_but_code_stays_as_it_is():
     said = "At 3 M (Eq. 6, Table 12) 2.5 % more, in 10 Minutes of 4 GB."
     bound = "At 3~M (Eq.~6, Table~12) 2.5~% more, in 10 Minutes of 4~GB."
@@ -176,7 +204,7 @@ def test_a_claim_that_ended_is_shown_as_withdrawn_with_the_verdict_that_it_had(f
     # In the fold, and on paper.
     assert page.count("Its bound &lt;could&gt; not fail.") == 2
     assert re.search(
-        r'study <a href="records.html#runs-pesc-nano">nano</a>, seeds 0, 1, 2', page
+        r'study <a href="records.html#runs-pesc-nano">nano</a>, seeds 0–2', page
     )
     had = "It had been: holds at 1 M. In its place: pesc.new."
     assert findings.said(row).endswith(had)
@@ -197,7 +225,10 @@ def test_withdrawn_runs_say_what_moved_when_their_seeds_ran_again(tmp_path):
     listed = tmp_path / "results" / "withdrawn" / "withdrawn.yaml"
     listed.write_text(json.dumps([entry | {"moved": [name]}]))
     page = pages.withdrawn(tmp_path)
-    assert f"What moved, as means over these seeds: `{name}` from 0.3 to 0.6." in page
+    assert (
+        f"What moved, as means over these seeds: `{name}` from 30.0 % to 60.0 %."
+        in page
+    )
     listed.write_text(json.dumps([entry, entry]))
     page = pages.withdrawn(tmp_path)
     assert "What moved" not in page
@@ -234,6 +265,13 @@ def test_every_scale_has_a_line_smallest_first_and_folds_what_decides_nothing(fo
     assert "this build" not in shown[0]
     assert "exploratory" not in folded[1]
     assert all(cell.count("<details>") == 1 for cell in folded)
+
+
+def test_seeds_in_a_row_are_written_as_a_span():
+    assert pages.spans([]) == ""
+    assert pages.spans([7]) == "7"
+    assert pages.spans({3, 0}) == "0, 3"
+    assert pages.spans([11, 10, *range(100, 175), 180]) == "10, 11, 100–174, 180"
 
 
 def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder):
@@ -431,7 +469,23 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
         r"(?<!paper's )(?<![\d.])\d[\d.]*\s(points|nats|%|minutes)", remarks
     )
     assert "accuracy, sparse less dense: −4.3 points (" in page
-    assert "approximation recovered, above the bound of 0.9: +0.076 (" in page
+    for smallest in ("2.0 points", "0.05 nats", "0.015 nats", "0.05 nats a token"):
+        assert f"Smallest effect of interest: {smallest}\n" in page
+    assert "Run by" not in page
+    assert "`rivals/rocket/accuracy less each rival's`" in page
+    assert "Command: `moebook study pesc --on fixed" in page
+    assert "Seeds: 100-174; runs so far: 100–174\n" in page
+    # A fifth seed ran that no head planned: it decides nothing.
+    (row,) = (one for one in ledger if one.claim.id == "pesc.approximates-full-experts")
+    decided = [one for verdict in row.verdicts for one in [verdict.deciding] if one]
+    (eq6,) = (one for one in decided if one.pool.protocol == "eq6")
+    assert eq6.seeds == 4
+    found = page.partition("PESC: eq6</a>")[2].partition("</tr>")[0]
+    low, high = eq6.interval
+    assert (
+        f"above the bound of 0.9: {eq6.effect:+.3f} ({low:+.3f} to {high:+.3f})"
+        in found
+    )
     assert "on record)" not in page
     assert "Spread on record" not in page  # else one of these heads has no chance
     assert page.count("Primary measure: `") == sum(
@@ -671,4 +725,6 @@ def test_the_front_pages_figure_drawn_twice_is_the_same_file(tmp_path, monkeypat
             assert generated._promises(tmp_path / name, "")
             (file,) = (tmp_path / name).rglob("promises.svg")
             drawn.add(file.read_bytes())
-    assert len(drawn) == 1
+    (picture,) = drawn
+    # On a phone of 390 px a point is a pixel or more, and no type is smaller than 8.5 points.
+    assert b'width="324pt"' in picture

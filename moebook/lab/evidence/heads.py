@@ -287,7 +287,10 @@ def _computed(
     measure = facts.get(PRIMARY, "")
     if re.fullmatch(r"\S+/\S+ less \S+( and \S+)*", measure):
         planned_seeds = sources.planned(notebook, protocol)
-        computed["Found"] = filled(f"{{{measure}}}", pools, home, planned_seeds)
+        # Seeds that nobody planned decide nothing: see `verdicts.row`.
+        decisive = {protocol: ran.of_seeds(planned_seeds)} if planned_seeds else {}
+        read_from = {**pools, **decisive}
+        computed["Found"] = filled(f"{{{measure}}}", read_from, home, planned_seeds)
     held = ran.at_end(*ran.rates)
     if held:
         computed["At an end of its rates"] = held

@@ -7,6 +7,7 @@ so a changed sentence is shown soon.
 
 from __future__ import annotations
 
+import dataclasses
 import filecmp
 import json
 import re
@@ -57,6 +58,7 @@ INSTEAD = {
 }
 """What a page's HTML has, and what stands there instead (`_mend`)."""
 NO_BREAK_SPACE = "\u00a0"
+STRAIGHT = str.maketrans("‘’“”", "''\"\"")
 
 
 def setup(app: Any) -> dict[str, Any]:
@@ -70,7 +72,9 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("env-get-outdated", _with_new_styles)
     app.connect("source-read", _insert)
     app.connect("doctree-read", _bind_numbers)
+    app.connect("doctree-read", _straighten_types)
     app.connect("autodoc-process-docstring", _without_aliases)
+    app.connect("autodoc-process-signature", _with_first_values)
     app.connect("html-page-context", _mend, priority=900)  # after all who add scripts
     return {"parallel_read_safe": True}
 
@@ -81,6 +85,38 @@ def _without_aliases(
     """Drop what Python itself says of a named tuple's field: "Alias for field number 0"."""
     if lines and lines[0].startswith("Alias for field number"):
         lines.clear()
+
+
+def _with_first_values(
+    app: Any,
+    what: str,
+    name: str,
+    thing: Any,
+    options: Any,
+    signature: str,
+    result: Any,
+) -> tuple[str, Any] | None:
+    """Show what a field starts as, such as ``[]``, where Python shows ``<factory>``."""
+    if not signature or "<factory>" not in signature:
+        return None
+    first: dict[str, Any] = {}
+    for one in dataclasses.fields(thing):
+        if one.default_factory is not dataclasses.MISSING:
+            first[one.name] = one.default_factory()
+
+    def shown(match: re.Match[str]) -> str:
+        return f"{match[1]}={first[match[1]]!r}"
+
+    return re.sub(r"(\w+)=<factory>", shown, signature), result
+
+
+def _straighten_types(app: Any, doctree: Any) -> None:
+    """Let types keep the quotes of code, which docutils would curl: Literal['mean', 'sum']."""
+    for field in doctree.findall(lambda node: node.tagname == "field"):
+        if field[0].astext() != "Type":
+            continue
+        for text in [*field.findall(lambda node: node.tagname == "#text")]:
+            text.parent.replace(text, type(text)(str(text).translate(STRAIGHT)))
 
 
 def _complete(app: Any) -> None:

@@ -27,6 +27,7 @@ sphinx_design sphinx_exercise sphinx_proof sphinx_thebe
 # Imported where pages are made: with torch, which those who render them do without.
 LATE = ("moebook.evaluation", "moebook.experiments.every")
 
+PROMISES = 4.5  # inches that its picture is wide: on a phone of 390 px the type is 9 px
 JUDGED = ("summary", "ledger", "chance")  # pages of the verdicts on all claims
 
 
@@ -111,6 +112,7 @@ def _promises(folder: Path, made_of: str) -> bool:
     figure = findings.promises(_rows(folder, made_of))
     if figure is None:
         return False
+    figure.set_figwidth(PROMISES)
     plotting.check(figure, "the promises and what was measured")
     drawn = BytesIO()
     figure.savefig(drawn, format="svg", metadata={"Date": None})

@@ -78,6 +78,20 @@ def plan_anchor(notebook: str, protocol: str) -> str:
     return re.sub(r"[\W_]+", "-", f"plan-{notebook}-{protocol}")
 
 
+def spans(seeds: Iterable[int]) -> str:
+    """Write seeds for a reader, three or more in a row as a span: "10, 11, 100–174"."""
+    rows: list[list[int]] = []
+    for seed in sorted(seeds):
+        if rows and seed == rows[-1][-1] + 1:
+            rows[-1].append(seed)
+        else:
+            rows.append([seed])
+    texts: list[str] = []
+    for row in rows:
+        texts += [f"{row[0]}–{row[-1]}"] if len(row) > 2 else map(str, row)
+    return ", ".join(texts)
+
+
 def bound(claim: Claim) -> str:
     """Say which number is subtracted from a claim's quantity, if any, and for whom it must fail."""
     number = isinstance(claim.reference, (int, float)) and claim.reference
@@ -174,6 +188,7 @@ for thing in (
     scales_of,
     seeds,
     span,
+    spans,
     surviving,
     verdicts.chance,
     findings.intervals,
@@ -315,12 +330,34 @@ def designs(folder: Path, rows: Sequence[Row]) -> str:
     """
     by_id = {row.claim.id: row for row in rows}
     counted: dict[tuple[str, str], list[tuple[str, int]]] = {}
-    every = heads.read(folder)
+    every = [_with_unit(design, folder) for design in heads.read(folder)]
     for design in every:
         if design.pool and heads.RUNNING not in design.facts:
             theirs = [_label(by_id[claim], design.pool) for claim in design.decides]
             counted[design.notebook, design.protocol] = Counter(theirs).most_common()
     return page("designs", designs=every, counted=counted)
+
+
+def _with_unit(design: heads.Design, folder: Path) -> heads.Design:
+    """Give a design's smallest effect the unit in which its runs record it."""
+    facts = dict(design.facts)
+    measure = facts.get(heads.PRIMARY, "")
+    pools = store.pools(design.notebook, folder)
+    unit = _unit(measure.partition(" less ")[0].rpartition("/")[2], pools.values())
+    smallest = facts.get(heads.SMALLEST, "")
+    if unit and re.fullmatch(r"[\d.]+", smallest):
+        told = quantity(float(smallest), unit, compared=True)
+        facts[heads.SMALLEST] = told.removeprefix("+")
+    return design._replace(facts=facts)
+
+
+def _unit(quantity: str, pools: Iterable[Pool]) -> str:
+    """Return the unit that runs record a quantity in, such as ``nll``; empty where none has it."""
+    for pool in pools:
+        for value in pool.last.values:
+            if value.name.endswith(f"/{quantity}"):
+                return value.unit
+    return ""
 
 
 def _label(row: Row, pool: Pool) -> str:
@@ -357,9 +394,9 @@ def withdrawn(folder: Path) -> str:
 
 def _moved(
     names: Iterable[str], runs: Sequence[Run], pool: Pool | None
-) -> list[tuple[str, float, float]]:
+) -> list[tuple[str, str, str]]:
     """Return the mean of each named value in withdrawn runs, and in its pool for their seeds."""
-    moved: list[tuple[str, float, float]] = []
+    moved: list[tuple[str, str, str]] = []
     for name in names:
         before = Pool(runs[0].notebook, runs[0].protocol, tuple(runs)).values(name)
         after = pool.values(name) if pool else {}
@@ -370,7 +407,10 @@ def _moved(
             )
         old = sum(before[seed].value for seed in both) / len(both)
         new = sum(after[seed].value for seed in both) / len(both)
-        moved.append((name, old, new))
+        unit = before[both[0]].unit
+        then = quantity(old, unit, compared=False)
+        now = quantity(new, unit, compared=False)
+        moved.append((name, then, now))
     return moved
 
 
