@@ -1,9 +1,9 @@
 """How long the commands of the README take: ``python -m workshop.times`` in a checkout.
 
-It runs each three times in fresh clones, one after the other, and writes the medians to
-``results/times.json``, which README, pages and notebooks (`moebook.lab.run.pace`) read. Name some
-of them to measure those alone: ``book``, ``smoke``, ``test``, ``soak``. Nothing else may run
-meanwhile; clones take our ``.venv``.
+It runs each three times, one after the other, in fresh clones that share our ``.venv``: no time to
+install the libraries is measured. The medians go to ``results/times.json``, which README, pages and
+notebooks (`moebook.lab.run.pace`) read. Name some of them to measure those alone: ``book``,
+``smoke``, ``test``, ``soak``. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUIET = 0.3  # mean number of other programs at work from which nothing is measu
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
-    """Run a command in a fresh clone; return its time, and that of each notebook it executed."""
+    """Run a command in a fresh clone with our ``.venv``; return its time, and each notebook's."""
     with tempfile.TemporaryDirectory() as place:
         clone = Path(place) / "moebook"
         subprocess.run(["git", "clone", "-q", str(folder), str(clone)], check=True)

@@ -25,7 +25,7 @@ from moebook.experiments.arm import Settings, picked
 from moebook.experiments.crafts import Bank
 from moebook.experiments.experiment import Recorder
 from moebook.experiments.rates import Rates
-from moebook.experiments.together import Arm
+from moebook.experiments.together import Arm, trained_again
 from moebook.methods import rocket
 from moebook.methods.rocket.loras import Lora, linears, zeros
 from moebook.runtime import random_states_kept
@@ -260,8 +260,7 @@ class Budgets:
         An arm that is trained again alone has its rate chosen as the others have.
         """
         grid = rates.grid(self.settings)
-        again = filter(None, self.settings["again"].split(","))
-        names = list(dict.fromkeys([*self.arms, *again]))
+        names = list(dict.fromkeys([*self.arms, *trained_again(self.settings)]))
         if len(grid) == 1:
             return Rates(dict.fromkeys(names, grid[0]))
 

@@ -11,6 +11,7 @@ from moebook.experiments.checks import Check
 from moebook.experiments.effects import Idle
 from moebook.experiments.rocket import (
     SIZES,
+    annotated,
     makes_bank,
     members,
     of_the_source,
@@ -75,9 +76,19 @@ def _needs(
         yield from needs.more_than_a_step(settings, "steps")
     if any(arm.rival == "phatgoose" for arm in arms.values()):
         yield from needs.more_than_a_step(settings, "gate_steps", of=" of a gate")
+    if "expert_lora" in arms and settings["source"] == "embedded":
+        yield from _own_loras(settings)
     bank = members(settings) or []
     yield from _sources(settings, arms, bank)
     yield from _searches(settings, arms, bank)
+
+
+def _own_loras(settings: Settings) -> Complaints:
+    """Complain about targets whose own rows are one step, that of the warm-up."""
+    for name, count in annotated(settings).items():
+        if min(count, settings["whole_rows"]) <= rocket.bank.RECIPE["batch"]:
+            whose = f" of {name}'s own LoRA"
+            yield from needs.more_than_a_step(settings, "bank_epochs", of=whose)
 
 
 def _searches(

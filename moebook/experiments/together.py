@@ -117,12 +117,17 @@ def known(settings: Settings) -> dict[str, Arm]:
     return arms(sparse=any(layer.kind == "sparse" for layer in host.layers))
 
 
+def trained_again(settings: Settings) -> list[str]:
+    """Name the arms that the parameter ``again`` lists."""
+    return [name for name in lists.tight(settings["again"]).split(",") if name]
+
+
 def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
     """Tell which parameters have no effect on these arms, and on those trained again."""
     if len(rates.grid(settings)) == 1:
         yield "rate_share valid_rows", "with a single rate none is chosen"
     every = known(settings)
-    here = {*arms, *filter(None, settings["again"].split(","))}
+    here = {*arms, *trained_again(settings)}
     chosen = any(every[name].chosen for name in here)
     if not chosen:
         yield "shots", "no arm here chooses LoRAs"
@@ -158,7 +163,7 @@ def _needs(
     yield from _new(settings)
     if len(needs.available(settings, names)) < len(names):
         return  # an arm's needs are about tasks that can be read
-    again = [name for name in settings["again"].split(",") if name in every]
+    again = [name for name in trained_again(settings) if name in every]
     for name in dict.fromkeys([*arms, *again]):
         yield from _needs_of(name, every[name], settings)
 

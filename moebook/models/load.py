@@ -180,7 +180,8 @@ def check_commit(repo: str, revision: str | None) -> None:
     """Refuse a revision of the hub that is no commit (E-PIN)."""
     if not re.fullmatch(r"(?!0{40})[0-9a-f]{40}", revision or ""):
         moves = f"the hub's revision '{revision or 'main'}' is no commit"
-        neither = f"'{repo}' is no folder here, and {moves} (a branch may move)"
+        name = repo if revision is None else f"{repo}@{revision}"
+        neither = f"'{name}' is no folder here, and {moves} (a branch may move)"
         refuse("E-PIN", f"{neither}: org/name@<40 hex digits>")
 
 

@@ -29,6 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moebook.errors import nearest, refuse, refuse_unknown
+from moebook.kernels.dispatch import lowered
 from moebook.models.anatomy import anatomy
 from moebook.models.conventions import check_values
 from moebook.models.load import LAYERS, check_commit, fetching, quiet, telling
@@ -57,7 +58,7 @@ def configuration(name: str) -> PreTrainedConfig:
     folder = here if here.is_dir() else Path(os.path.expanduser(name))
     file = folder / "config.json"
     if not file.is_file():
-        if "/" not in repo or not revision:
+        if folder.is_dir() or "/" not in repo or not revision:
             known = nearest(repo, [*HOSTS, "nano", "nano-moe"])
             refuse(
                 "E-MODEL",
@@ -124,7 +125,11 @@ def _attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend causally; kept are q, k, v, output, a number a row, never ``[T, T]``."""
+    """Attend causally; kept are q, k, v, output, a number a row, never ``[T, T]``.
+
+    Autocast casts all three, whose rotation may have made float32 of them.
+    """
+    q, k, v = map(lowered, (q, k, v))
     shared = q.shape[1] // k.shape[1]  # query heads of a key head
     if shared > 1:  # a padding mask makes transformers repeat them, too
         k = k.repeat_interleave(shared, 1)

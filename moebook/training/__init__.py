@@ -1,7 +1,6 @@
 """Training: one visible loop over accelerate, its batches and its checkpoints."""
 
-from accelerate.utils import parse_flag_from_env
-
+from moebook.training import processes
 from moebook.training.batches import nats
 from moebook.training.checkpoints import History
 from moebook.training.loop import fit
@@ -20,5 +19,5 @@ __all__ = [
     "widen",
 ]
 
-if parse_flag_from_env("ACCELERATE_USE_FSDP"):  # accelerate's launcher was told of FSDP
+if processes.told_of_fsdp():
     from moebook.training.sharding import fit

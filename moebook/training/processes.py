@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from moebook import runtime
-from moebook.errors import lacks_memory, refuse
+from moebook.errors import lacks_memory, located, refuse
 from moebook.training.recipe import Recipe
 
 # In what torch says of a broken connection.
@@ -32,12 +32,12 @@ def join(model: nn.Module, recipe: Recipe, shards: Any) -> tuple[Accelerator, An
     AcceleratorState._reset_state(reset_partial_state=True)
     device = next(model.parameters()).device.type
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+    shard = told_of_fsdp()
     with _alone_if_one(), _starting():
         _refuse_others()
         accelerator = Accelerator(
             cpu=device == "cpu", mixed_precision="no", kwargs_handlers=[unused]
         )
-        shard = parse_flag_from_env("ACCELERATE_USE_FSDP")
 
     if accelerator.device.type != device:
         elsewhere = f"accelerate is told of device {accelerator.device}"
@@ -64,6 +64,13 @@ def join(model: nn.Module, recipe: Recipe, shards: Any) -> tuple[Accelerator, An
             f"{type(model).__name__} averages its loss: one process, one part",
         )
     return accelerator, shards
+
+
+def told_of_fsdp() -> bool:
+    """Whether accelerate's launcher was told of FSDP."""
+    name = "ACCELERATE_USE_FSDP"
+    with located(name), _starting():
+        return bool(parse_flag_from_env(name))
 
 
 @contextmanager

@@ -212,6 +212,11 @@ CANNOT = [
         r"searches = 3: the search of lorahub_chosen over 2 LoRAs \(experts = 2\) takes 4",
         {"searches": 3, "arms": "lorahub_chosen"},
     ),
+    (
+        "rivals",
+        "bank_epochs = 1: the only step of copyleft's own LoRA .*; take 2 or more",
+        {"bank_epochs": 1, "whole_rows": 32, "arms": "expert_lora"},
+    ),
     ("rivals", "rates is empty", {"rates": ""}),
     ("rivals", "members = 'sums'", {"members": "sums"}),
     (
@@ -316,6 +321,8 @@ def test_parameters_with_which_an_arm_cannot_run_are_refused_before_any_work(
         ("rocket", {"shots": 1, "arms": "mixture"}),
         ("rocket", {"bank_rank": 4, "bank_folder": "none_there"}),
         ("rivals", {"targets": "kinship_told", "arms": "expert_lora"}),
+        ("rivals", {"bank_epochs": 1, "whole_rows": 33, "arms": "expert_lora"}),
+        ("rivals", {"bank_epochs": 1, "whole_rows": 32, "arms": "random"}),
         ("rivals", {"searches": 3, "arms": "random"}),
         ("rivals", {"steps": 1, "gate_steps": 1, "arms": "pems_untuned"}),
         ("rocket", {"steps": 1, "arms": "expert_lora"}),
@@ -411,7 +418,9 @@ def test_an_arm_that_is_trained_again_alone_has_its_rate_chosen_as_the_others_ha
     # The lower of two rates is better.
     monkeypatch.setattr(budgets.training, "nats", lambda model, *_, **__: model)
     experiment = SimpleNamespace(
-        settings=given("together", arms="full", again="lora", rates="0.003,0.001"),
+        settings=given(
+            "together", arms="full", again="full, lora", rates="0.003,0.001"
+        ),
         setup=SimpleNamespace(pad_id=0),
         arms={"full": "full"},
         known={"full": "full", "lora": "lora"},

@@ -233,8 +233,20 @@ def test_why_the_hub_gives_nothing_is_told_with_its_remedy(
 @pytest.mark.parametrize("revision", ["main", COMMIT[:12], COMMIT.upper()])
 def test_a_configuration_that_is_not_pinned_is_refused(repo, revision, monkeypatch):
     answered(monkeypatch, lambda *_, **__: pytest.fail("fetched"))
-    words = f"E-PIN: '{repo}' .* '{revision}' is no commit"
+    words = f"E-PIN: '{repo}@{revision}' .* '{revision}' is no commit"
     refusals.refused(words, skeleton.configuration, f"{repo}@{revision}")
+
+
+@pytest.mark.parametrize("read", [models.load, skeleton.configuration])
+def test_a_folder_that_is_not_there_is_told_by_its_whole_name(
+    read, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/llama").mkdir(parents=True)
+    words = "E-PIN: 'runs/llama@13b' is no folder here, .* '13b' is no commit"
+    refusals.refused(words, read, "runs/llama@13b")
+    (tmp_path / "runs/llama@13b").mkdir()
+    refusals.refused("E-(NOFILE|MODEL): ", read, "runs/llama@13b")
 
 
 @pytest.mark.parametrize("commit", ["", f"@{COMMIT}", f"@{skeleton.OPEN}"])

@@ -3,6 +3,7 @@
 Its batches are a function of seed and step, cover every row, and cost little padding.
 """
 
+import importlib
 import math
 import os
 import random
@@ -16,6 +17,7 @@ from datasets import Dataset
 from torch import nn
 from transformers.utils import logging
 
+from moebook import training
 from moebook.errors import Refusal
 from moebook.nn.batch import check_batch
 from moebook.training import fit, nats
@@ -362,7 +364,7 @@ def test_what_a_cluster_says_of_its_size_starts_nothing(tiny, rows, monkeypatch)
     [
         ("USE_DEEPSPEED", "true", "DEEPSPEED is not supported"),
         ("USE_MEGATRON_LM", "true", "MEGATRON_LM is not supported"),
-        ("USE_FSDP", "maybe", "accelerate does not start .*invalid truth value maybe"),
+        ("USE_FSDP", "maybe", "ACCELERATE_USE_FSDP: .*invalid truth value maybe"),
         ("GRADIENT_ACCUMULATION_STEPS", "x", "accelerate does not start .*'x'"),
         ("TORCH_DEVICE", "meta", "accelerate is told of device meta, .* is on cpu"),
     ],
@@ -375,6 +377,14 @@ def test_what_accelerate_cannot_do_is_told_with_what_is_supported(
     refused(words, fit, tiny(), rows(), steps=2, batch=4, pad_id=2)
     monkeypatch.delenv(f"ACCELERATE_{name}")
     assert fit(tiny(), rows(), steps=2, batch=4, pad_id=2).step == [1, 2]
+
+
+def test_a_misspelt_flag_of_accelerate_is_refused_when_training_is_imported(
+    monkeypatch,
+):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "maybe")
+    said = "E-CHOICE: ACCELERATE_USE_FSDP: .*invalid truth value maybe"
+    refused(said, importlib.reload, training)
 
 
 def noisy(model):

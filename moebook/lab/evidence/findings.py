@@ -272,6 +272,7 @@ def differences(
             if not ends:
                 continue
             unit = next(iter(pool.values(name).values())).unit
+            ends = records.within(unit, ends, is_difference=True)
             panel, factor = PANELS.get(unit, (unit, 1.0))
             value, low, high = (factor * x for x in (effects.mean(), *ends))
             sure = len(effects) >= SEEDS and low * high > 0
@@ -407,10 +408,12 @@ def changes(
         kept = pool.of_seeds(both)
         change = kept.effects(two, one)
         unit = next(iter(kept.values(one).values())).unit
-        if unit == "share":
-            change, unit = 100 * change, "percent_points"
         ends = interval(change) or (np.nan, np.nan)
-        line = ["change", arm, change.mean(), *ends, len(both), unit]
+        within = records.within(unit, ends, is_difference=True)
+        cells = np.array([change.mean(), *within])
+        if unit == "share":
+            cells, unit = 100 * cells, "percent_points"
+        line = ["change", arm, *cells, len(both), unit]
         frames += [arms(kept, [arm], measures), pd.DataFrame([line], columns=ARMS)]
     return table(pd.concat(frames)) if frames else pd.DataFrame()
 

@@ -242,7 +242,7 @@ def _together(given: Given) -> Arms:
     base = skeleton(configuration(given["base"]))
     no_rows = dict.fromkeys(_listed(given["tasks"]), ())
     setup = together.Setup(base, None, no_rows, config)
-    again = _listed(given["again"])
+    again = experiments.together.trained_again(given)
     rates = len(_listed(given["rates"]))
     tries = rates * given["rate_share"] if rates > 1 else 0
     known = experiments.together.known(given)

@@ -442,6 +442,21 @@ def test_a_change_is_over_the_seeds_that_have_both_and_arms_with_fewer_seeds_are
     assert both.lacking(["all"]) == both.lacking(["a", ""]) == ""
 
 
+def test_an_interval_of_a_difference_of_shares_ends_at_100_points():
+    runs = []
+    for seed, (one, other) in enumerate([(0.0, 1.0), (1.0, 1.0)]):
+        values = (Value("toy/one", one, "share"), Value("toy/other", other, "share"))
+        runs.append(Run("toy", "nano", "study", seed, values))
+    both = Pool("toy", "nano", tuple(runs))
+    # Student's interval of -1 and 0 leaves both ends.
+    parts = [(both, {"one - other": ("toy/one", "toy/other")})]
+    (axes,) = findings.differences(parts, xlabel="more", title="").axes
+    assert axes.lines[0].get_xdata().tolist() == [-100, 100]
+    measures = {"other": "toy/other", "one": "toy/one"}
+    (line,) = findings.changes(both, ["any"], measures).itertuples()
+    assert line.change == "−50.0 points (−100.0 to 100.0)"
+
+
 def test_what_a_head_names_between_braces_is_written_from_the_pools():
     both = pool(*HOLDS)
     more = pool(0.1, 0.1, protocol="more")
