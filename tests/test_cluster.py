@@ -3,6 +3,7 @@
 `make soak` asks the same of a real cluster that loses its node (tests/lab/run/test_study.py).
 """
 
+import socket
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from moebook import cluster
 from moebook.errors import Refusal
 from moebook.lab.run import study
+from tests.refusals import refused
 
 
 class Nodes:
@@ -96,3 +98,29 @@ def test_runs_that_no_node_can_execute_any_more_fail_at_once(tmp_path, monkeypat
     for _, refusal in others:
         assert isinstance(refusal, Refusal) and refusal.code == "E-CLUSTER"
         assert "needs 1 CPU and 0.5 GPU" in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("foo", "Invalid address format: foo; expected host:port"),
+        ("127.0.0.1:dead", "no Ray cluster answers at .*:dead, expected host:port"),
+        ("127.0.0.1:99999", "no Ray cluster answers at .*:99999"),
+        ("[::1]:99999", "no Ray cluster answers at .*:99999"),
+        ("no.such.invalid:6379", "no Ray cluster answers at no.such.invalid:6379"),
+        ("ray://127.0.0.1:9", "Invalid address format: ray://127.0.0.1:9; expected"),
+        ("{free}", "no Ray cluster answers at .*mend RAY_ADDRESS, or start one"),
+    ],
+)
+def test_an_address_without_a_cluster_is_refused_before_ray_waits_for_it(
+    address, message, monkeypatch
+):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "init", None)  # would fail if it were called
+    # Else Ray puts this machine's address on its network for it.
+    monkeypatch.setattr(ray._private.services, "resolve_ip_for_localhost", str)
+    with socket.socket() as bound:  # which does not listen
+        bound.bind(("127.0.0.1", 0))
+        free = f"127.0.0.1:{bound.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address.format(free=free))
+        refused(f"E-CLUSTER: {message}", cluster.joined(0).__enter__)

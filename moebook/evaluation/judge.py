@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ PASSING = (
     httpx2.RemoteProtocolError,
     TimeoutError,
 )
+SHOWN = 300  # characters of what a server says to its refusal of a question
 SIDES = {"first": 1, "second": -1, "equal": 0}
 Row = dict[str, str]  # prompt, reference, and what is judged
 
@@ -67,8 +69,7 @@ Row = dict[str, str]  # prompt, reference, and what is judged
 class Endpoint:
     """Where the judge is, and what it may cost."""
 
-    # Up to and without /chat/completions.
-    address: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    address: str  # up to and without /chat/completions
     model: Annotated[str, Field(min_length=1)]
     key: str = field(default="", repr=False)
     price: tuple[float, float] = (0.0, 0.0)  # of a million tokens, read and written
@@ -78,6 +79,18 @@ class Endpoint:
     timeout: Positive = 60.0
     attempts: Count = 4
     workers: Count = 8  # requests at once
+
+    def __post_init__(self) -> None:
+        # Whatever may be secret is not shown.
+        if "@" in self.address:
+            fix = "leave it out, and give a key if one is needed"
+            refuse("E-RANGE", f"address names a user or a password (user@host): {fix}")
+        if not _is_address(self.address):
+            expected = "expected http://host:port/v1 or the like, a port up to 65535"
+            refuse("E-RANGE", f"address is {shown(self.address)}, {expected}")
+        if not re.fullmatch("[!-~]*", self.key):
+            fix = "copy it again"
+            refuse("E-RANGE", f"key holds a space or a letter beyond ASCII: {fix}")
 
     @classmethod
     def from_environment(cls, **changes: Any) -> Endpoint:
@@ -99,6 +112,16 @@ class Endpoint:
         }
         address = os.environ[ADDRESS].rstrip("/")
         return cls(address=address, key=os.environ.get(KEY, ""), **given)
+
+
+def _is_address(address: str) -> bool:
+    """Whether a client can ask there: a host, and no port beyond the last one."""
+    try:
+        port = httpx2.URL(address).port
+    except httpx2.InvalidURL:
+        return False
+    known = port is None or 0 < port < 2**16
+    return known and re.fullmatch(r"https?://\S+", address) is not None
 
 
 class Reply(NamedTuple):
@@ -306,10 +329,12 @@ def _passes(error: BaseException) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Say in a line why a call failed."""
+    """Say in a line why a call failed, with the beginning of what the server says to it."""
     if isinstance(error, httpx2.HTTPStatusError):
         response = error.response
-        return f"HTTPError: {response.status_code} {response.reason_phrase}"
+        text = " ".join(response.text.split())
+        said = f"{text[:SHOWN]}..." if len(text) > SHOWN else text or "without a word"
+        return f"HTTPError: {response.status_code} {response.reason_phrase}: {said}"
     if isinstance(error, TimeoutError):
         return "TimeoutError: the whole answer was not there in time"
     return f"{type(error).__name__}: {error}"

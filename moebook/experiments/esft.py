@@ -124,10 +124,20 @@ def _check_methods(name: str, sizes: Mapping[str, Any], wanted: Iterable[str]) -
         refuse("E-KEYS", f"{name} has sizes of {have}, {expected}")
 
 
+def _check_rising(tried: Tried) -> None:
+    """Refuse sizes that do not rise, or of which two give their arms one name."""
+    for method, sizes in tried.items():
+        names = [f"{size:g}" for size in sizes]
+        if list(sizes) != sorted(sizes) or len({*names}) < len(names):
+            have = f"sizes {', '.join(names)} of {method}"
+            refuse("E-RANGE", f"tried has {have}, expected rising ones, each once")
+
+
 @checked
 def budget(tried: Tried, usual: Mapping[str, Amount]) -> dict[str, list[str]]:
     """Return the names of Fig. 6's arms by method, smallest first; no value is trained twice."""
     _check_methods("tried", tried, usual)
+    _check_rising(tried)
     names: dict[str, list[str]] = {}
     for method, main in usual.items():
         names[method] = []

@@ -139,15 +139,16 @@ def bank_of(
 ) -> dict[str, Lora]:
     """Load the bank of Rocket's notebook or the rivals', or train it with ``changes``."""
     names = settings["members"]
+    recipe: dict[str, Any] = {}
+    if checks.makes_bank(settings):  # else they have no effect, which is told (W-IDLE)
+        recipe |= {"rows": settings["bank_rows"], "epochs": settings["bank_epochs"]}
+        recipe |= {"lr": settings["bank_rate"], **changes}
     return rocket.bank.load(
         model,
         tokenizer,
         settings["bank_folder"],
         names=names.split(",") if names else (),
-        rows=settings["bank_rows"],
-        epochs=settings["bank_epochs"],
-        lr=settings["bank_rate"],
-        **changes,
+        **recipe,
     )
 
 

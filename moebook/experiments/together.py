@@ -137,7 +137,9 @@ def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
         yield "copies", "no arm here is upcycled"
     if not here & {*ADAPTED}:
         yield "adapters", "no arm here has so many adapters"
-    if not here & {"esft", "pesc_esft", "pesc"}:
+    # Of PESC on a dense base it says which adapters a task needs (`budgets.needed`).
+    counted = "pesc" in arms and "esft" in every
+    if not counted and not here & {"esft", "pesc_esft"}:
         yield "threshold", "no arm here chooses experts by it"
     if not chosen and not here & {*COPIED, *ADAPTED, *OF_TWO, "pesc_bank"}:
         yield "top_k", "no arm here routes a token"

@@ -7,7 +7,8 @@ before the first step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -117,11 +118,20 @@ def _apart(sizes: NDArray[np.float64]) -> list[int]:
 def measured(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], penalty: Penalty | None
 ) -> int:
-    """Count the FLOPs of forward and backward passes over batches; no gradient is left behind."""
+    """Count the FLOPs of forward and backward passes over batches; gradients stay as they were."""
+    if not any(part.requires_grad for part in model.parameters()):
+        why = "no parameter requires a gradient, so a step has no backward pass"
+        refuse("E-MODEL", f"{why}; let some train, by requires_grad_")
     device = next(model.parameters()).device
     # Dropout draws, but what the caller draws next stays the same.
     kept = random_states_kept()
-    with Flops() as counted, kept, modes_kept(model), plain(model):
+    with (
+        Flops() as counted,
+        kept,
+        _gradients_kept(model),
+        modes_kept(model),
+        plain(model),
+    ):
         model.train()
         for batch in batches:
             check_batch("measured", model, batch, needs=["labels"])
@@ -133,8 +143,19 @@ def measured(
             if penalty:
                 loss = loss + penalty(model)
             loss.backward()
-    model.zero_grad()
     return counted.total
+
+
+@contextmanager
+def _gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Give each parameter its own gradient back after the block, which begins without any."""
+    gradients = [(part, part.grad) for part in model.parameters()]
+    model.zero_grad()
+    try:
+        yield
+    finally:
+        for part, gradient in gradients:
+            part.grad = gradient
 
 
 @checked

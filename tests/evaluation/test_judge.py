@@ -171,6 +171,8 @@ def test_a_judge_is_asked_again(endpoint, tmp_path, first):
         (("raw", '{"choices": []}'), 4, "no grade"),
         ((401, ""), 1, "model m: HTTPError: 401"),
         ((503, ""), 4, "HTTPError: 503"),
+        ((400, "no such model"), 1, "HTTPError: 400 Bad Request: .*no such model"),
+        ((400, "a reason " * 9_999), 1, "Request: .{300}[.]{3}; replies so far"),
     ],
 )
 def test_what_is_no_grade_is_refused(endpoint, tmp_path, answer, asked, message):
@@ -384,6 +386,11 @@ def test_the_command_grades_what_it_evaluated(endpoint, tmp_path, capsys):
         ("URL", "", "E-USAGE: MOEBOOK_JUDGE_URL is not set"),
         ("MODEL", "", "E-USAGE: MOEBOOK_JUDGE_MODEL is not set"),
         ("URL", "localhost", "address is 'localhost'"),
+        ("URL", "http://localhost:65536/v1", "E-RANGE: address is 'http://loc"),
+        ("URL", "http://localhost:0", "E-RANGE: address is 'http://loc"),
+        ("URL", "http://localhost:-1", "E-RANGE: address is 'http://loc"),
+        ("URL", "http://local host", "E-RANGE: address is 'http://loc"),
+        ("URL", "http://[::1", "E-RANGE: address is .*expected http://host:port/v1"),
         ("PRICE", "cheap", "E-USAGE: .* is 'cheap'"),
     ],
 )
@@ -392,3 +399,22 @@ def test_an_endpoint_that_is_not_told_is_refused(
 ):
     monkeypatch.setenv(f"MOEBOOK_JUDGE_{name}", value)
     refused(message, judge.Endpoint.from_environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("URL", "http://me:hidden@localhost/v1", "E-RANGE: address names a user"),
+        ("URL", "ftp://me:hidden@localhost", "E-RANGE: address names a user"),
+        ("URL", "me:hidden@localhost:99999", "E-RANGE: address names a user"),
+        ("KEY", "hidden-é", "E-RANGE: key holds a space or a letter"),
+        ("KEY", "hidden\n", "E-RANGE: key holds a space or a letter"),
+        ("KEY", "hidden hidden", "E-RANGE: key holds a space or a letter"),
+    ],
+)
+def test_a_secret_that_cannot_be_used_is_refused_and_not_shown(
+    endpoint, monkeypatch, name, value, message
+):
+    monkeypatch.setenv(f"MOEBOOK_JUDGE_{name}", value)
+    refusal = refused(message, judge.Endpoint.from_environment)
+    assert "hidden" not in str(refusal)

@@ -65,6 +65,14 @@ IDLE = [
     ),
     ("together", {"arms": "lora", "again": ""}, "copies", {"copies": 6}),
     ("together", {"arms": "lora", "again": ""}, "threshold", {"threshold": 0.1}),
+    # What the adapters of PESC are needed for is counted on a dense base, of an arm that runs.
+    ("together", {"arms": "lora", "again": "pesc"}, "threshold", {"threshold": 0.1}),
+    (
+        "together",
+        {"arms": "pesc", "again": "", "base": "nano-moe"},
+        "threshold",
+        {"threshold": 0.1},
+    ),
     ("together", {"arms": "full", "again": ""}, "parameters", {"parameters": 9}),
     ("together", {"arms": "lora", "again": ""}, "top_k", {"top_k": 1}),
     *(
@@ -117,6 +125,17 @@ WORKS = [
     ("rivals", {"arms": "rocket"}, "top_k", {"top_k": 1}),
     ("rivals", {"arms": "lorahub,random"}, "steps", {"steps": 9}),
     ("together", {"arms": "lora", "again": "su"}, "copies", {"copies": 6}),
+    *(
+        ("together", {"arms": arm, "again": ""}, name, {name: value})
+        for arm, name, value in (
+            ("pesc_bank", "top_k", 1),
+            ("mixlora", "experts", 4),
+            ("pesc_esft", "threshold", 0.1),
+            ("esft", "threshold", 0.1),
+            ("pesc", "threshold", 0.1),
+        )
+    ),
+    ("together", {"arms": "lora", "again": "esft"}, "threshold", {"threshold": 0.1}),
 ]
 
 

@@ -84,6 +84,23 @@ def test_every_arm_has_a_name_and_none_is_trained_twice():
     assert set(both) <= set(arms.arms(TRIED, usual))
 
 
+@pytest.mark.parametrize(
+    ("method", "sizes", "told"),
+    [
+        ("gate", [0.1, 0.1], "0.1, 0.1"),
+        ("gate", [0.3, 0.1], "0.3, 0.1"),
+        ("token", [0.3, 0.30000000001], "0.3, 0.3"),  # which have one name
+        ("lora", [8, 4], "8, 4"),
+        ("groups", [2, 2], "2, 2"),
+    ],
+)
+def test_sizes_that_do_not_rise_are_refused(method, sizes, told):
+    tried = TRIED | {method: sizes}
+    words = f"E-RANGE: tried has sizes {told} of {method}, expected rising ones"
+    for function in (arms.budget, arms.arms):
+        refused(words, function, tried, USUAL)
+
+
 def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(
     mixture, batch
 ):
@@ -219,6 +236,29 @@ def test_training_rows_are_as_many_as_a_task_has_or_as_asked_for(monkeypatch):
     rest = esft.rows(["licence"], [], 5000, split="rest", seed=3)["licence"]
     data.refuse_leak(rest, tasks.rows("licence", "fresh", 400))
     assert len(rest) == tasks.find("licence").available("rest")
+
+
+def test_two_sources_of_one_name_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "load", lambda name, **_: [name])
+    one, other = own_task(tmp_path / "one"), own_task(tmp_path / "other")
+    for names in (([one, other], []), (["gcd", one], ["sums", other])):
+        words = "E-DATA: two sources are called 'own_teams', expected a name each"
+        refused(words, esft.rows, *names, 5, seed=0)
+    words = "E-DATA: 'slimorca' is a target and alignment data"
+    refused(words, esft.rows, ["slimorca"], ["gcd", "slimorca"], 5, seed=0)
+    # The same one is no other.
+    drawn = esft.rows([one, "gcd", one], [one, "gcd"], 2, seed=0)
+    assert {name: len(rows) for name, rows in drawn.items()} == {
+        "own_teams": 2,
+        "gcd": 2,
+    }
+
+
+def own_task(folder):
+    folder.mkdir()
+    rows = [{"prompt": f"{folder.name} {n}", "answer": "a"} for n in range(9)]
+    (folder / "teams.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return tasks.Task.from_jsonl(folder / "teams.jsonl")
 
 
 @pytest.mark.parametrize(

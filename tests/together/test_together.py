@@ -183,6 +183,26 @@ def test_what_is_measured_leaves_each_module_its_own_mode(dense):
     assert [module.training for module in model.modules()] == modes
 
 
+def test_what_is_measured_leaves_the_gradients_that_a_model_held(dense):
+    model = deepcopy(dense.base).requires_grad_(True)
+    first, *others = model.parameters()
+    held = first.grad = torch.ones_like(first)
+    order = dense.batches(dense.encoded)
+    fresh = budget.measured(deepcopy(dense.base), [order[0]], None)
+    assert budget.measured(model, [order[0]], None) == fresh
+    assert first.grad is held
+    assert torch.equal(held, torch.ones_like(first))
+    assert all(other.grad is None for other in others)
+
+
+def test_flops_of_a_model_that_is_frozen_whole_are_refused(dense):
+    model = deepcopy(dense.base).requires_grad_(False)
+    order = dense.batches(dense.encoded)
+    words = "E-MODEL: no parameter requires a gradient, so a step has no backward pass"
+    refused(words, budget.price, "flops", model, order, None)
+    assert budget.price("tokens", model, order, None)(0) == order.tokens(0)
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

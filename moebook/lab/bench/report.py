@@ -137,8 +137,12 @@ def table(frame: pd.DataFrame) -> str:
         text.append(f"  {goal.op} / {goal.case}, {goal.against}: {goal.reason}")
     text.append("")
     counts = goals["verdict"].value_counts()
-    if goals.empty or "not stated" in counts:
+    if goals.empty:
         text.append("no goals are stated for these cases")
+    elif "not stated" in counts:
+        scale = STATED[frame.attrs["device"]]
+        settings = f"at scale {scale}, in {ROUNDS} rounds or more, on one thread"
+        text.append(f"goals are stated for other settings: {settings}")
     else:
         verdicts = ("met", "missed", "not run")
         parts = [f"{counts.get(verdict, 0)} {verdict}" for verdict in verdicts]

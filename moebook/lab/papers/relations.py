@@ -19,6 +19,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -185,11 +186,15 @@ class Check:
     @property
     def slack(self) -> float:
         """How far the operands' rounding, half a last digit, can move the result."""
-        slack = 0.0
-        for place, cell in enumerate(self.operands):
-            end = cell.value + 0.5 * 10.0**-cell.decimals
-            slack += abs(self.changed(place, end) - self.computed)
-        return slack
+        ends = []
+        for cell in self.operands:
+            half = 0.5 * 10.0**-cell.decimals
+            ends.append((cell.value - half, cell.value + half))
+        # Each operand of a kind that takes many raises it: all are low, or all high.
+        few = self.kind in ARITY
+        corners = product(*ends) if few else zip(*ends, strict=True)
+        function = FUNCTIONS[self.kind]
+        return max(abs(function(corner) - self.computed) for corner in corners)
 
 
 def checks(paper: Paper) -> list[Check]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Annotated
 
 from datasets import Dataset as Rows
@@ -29,8 +30,10 @@ def rows(
 
     Each is a `Task` of your own, or a name: of an embedded task, whose ``split`` may be the
     ``rest`` beside fresh test rows, or of a set of the hub, of which twice as many alignment rows
-    come. The rows are returned by these names.
+    come. The rows are returned by these names, so different sources of one name are refused, and a
+    set of the hub that is a target and alignment data.
     """
+    _check_names(tuple(targets), tuple(alignment))
     pins = hub.pins(revisions)
     drawn: dict[str, list[dict[str, str]]] = {}
     for times, sources in ((2, alignment), (1, targets)):
@@ -45,6 +48,23 @@ def rows(
             count = min(size, task.available(split))
             drawn[name] = task.rows(split, count, seed)
     return drawn
+
+
+def _check_names(
+    targets: Collection[str | Task], alignment: Collection[str | Task]
+) -> None:
+    """Refuse sources of one name whose rows would take each other's place."""
+    by_name: dict[str, str | Task] = {}
+    for source in (*targets, *alignment):
+        name = source if isinstance(source, str) else source.name
+        if by_name.setdefault(name, source) != source:
+            hint = "expected a name each: rename the file of one"
+            refuse("E-DATA", f"two sources are called '{name}', {hint}")
+    for source in targets:
+        on_hub = isinstance(source, str) and not tasks.known(source)
+        if on_hub and source in alignment:
+            why = "of which other numbers of rows are drawn: take it out of one"
+            refuse("E-DATA", f"'{source}' is a target and alignment data, {why}")
 
 
 @checked

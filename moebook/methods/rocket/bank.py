@@ -24,7 +24,7 @@ from moebook.data import encode, hub, mixtures, tasks
 from moebook.data.tasks import Task
 from moebook.data.tasks.pools import reserved
 from moebook.data.templates import Source
-from moebook.errors import refuse, refuse_unknown
+from moebook.errors import located, refuse, refuse_unknown
 from moebook.lists import listed
 from moebook.methods.rocket import loras
 from moebook.methods.rocket.loras import Alpha, Lora, Rank, check_alike
@@ -97,12 +97,16 @@ def load(
 ) -> dict[str, Lora]:
     """Load ``names``, or all, of the shipped bank, which is of ``nano``, or of a folder's.
 
-    A folder that is missing or empty gets those that `make` trains. One process does that while
-    others wait, beside the folder, which appears when all are there.
+    A folder that is missing or empty gets those that `make` trains by ``changes``, two or more.
+    One process does that while others wait, beside the folder, which appears when all are there. A
+    folder with LoRAs by other ``changes`` than are given is refused (E-EXISTS).
     """
     # Whole: a draft and a lock are named after the folder, which "." does not name.
     target = Path(os.path.expanduser(folder or FOLDER)).resolve()
     if vacant(target):
+        if len({*names}) == 1:
+            alone = f"a bank is to be made of '{next(iter(names))}' alone"
+            refuse("E-BANK", f"{target}: {alone}, expected 2 names or more")
         with locked(target.with_name(f".{target.name}.lock"), wait=True):
             # Looked at again: whoever held the lock may have made it.
             if vacant(target):
@@ -115,6 +119,11 @@ def load(
     bank = read(target, model)
     for name in names:
         refuse_unknown(name, bank, "E-BANK", f"{target} has no LoRA '{name}';")
+    if changes:
+        # All are there, so that nothing is trained: each is taken by its settings, or refused.
+        fix = f"or leave out {', '.join(changes)}, or name an empty folder"
+        with located("", fix=fix):
+            make(model, tokenizer, bank, target, **changes)
     return {name: bank[name] for name in names or bank}
 
 
@@ -214,11 +223,10 @@ def train(
         path = Path(folder, name) if folder else None
         if path and path.is_dir():
             bank[name] = loras.read(path, model, base)
-            if not _known_again(bank[name], known):
-                refuse(
-                    "E-EXISTS",
-                    f"{path} was trained on other rows or settings: remove it",
-                )
+            odd = ", ".join(_differing(bank[name], known))
+            if odd:
+                other = f"{path} was trained on other rows or settings ({odd})"
+                refuse("E-EXISTS", f"{other}: remove it")
             continue
         plan |= {"pad_id": tokenizer.pad_token_id or 0, "seed": start, "label": name}
         plan["output"] = own_folder(settings.get("output"), name)
@@ -249,15 +257,19 @@ def _compared(plan: Mapping[str, Any]) -> dict[str, Any]:
     return facts | {"penalty": True} if plan.get("penalty") else facts
 
 
-def _known_again(lora: Lora, known: Mapping[str, Any]) -> bool:
-    """Whether a LoRA was trained as is known; one without a digest is not asked for it."""
+def _differing(lora: Lora, known: Mapping[str, Any]) -> list[str]:
+    """Name the facts of a LoRA that are not as known; one without a digest is not asked for it."""
     found = dict(lora.provenance.get("training") or {})
     wanted = dict(known["training"])
     if "digest" not in found:  # written before there was one
         del wanted["digest"]
         found = {key: value for key, value in found.items() if key not in ASIDE}
-    alike = all(lora.provenance.get(key) == known[key] for key in ("data", "prompts"))
-    return alike and found == wanted
+    odd = [key for key in ("data", "prompts") if lora.provenance.get(key) != known[key]]
+    for key in {**wanted, **found}:
+        # What is not there is not None either.
+        if found.get(key, ...) != wanted.get(key, ...):
+            odd.append(key)
+    return odd
 
 
 def tune(

@@ -312,6 +312,11 @@ def test_why_a_contender_did_not_run_stands_apart_from_its_goal(tiny):
     assert "not run: it is gone; at least" in report.table(frame)
 
 
+def test_cases_without_goals_are_told_from_settings_without(tiny, monkeypatch):
+    monkeypatch.setitem(report.GOALS, "cpu", [])
+    assert report.table(tiny).endswith("\n\nno goals are stated for these cases")
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_whole_run_is_kept_only_of_stated_settings(
     tiny, project, monkeypatch, capsys, kept
@@ -320,7 +325,9 @@ def test_a_whole_run_is_kept_only_of_stated_settings(
     assert "experts / fine" in text
     assert "grouped_mm" in text
     assert "at least 15 x as fast: not stated (" in text
-    assert text.splitlines()[-1] == "no goals are stated for these cases"
+    other = "at scale full, in 5 rounds or more, on one thread"
+    last_line = text.splitlines()[-1]
+    assert last_line == f"goals are stated for other settings: {other}"
 
     frame = tiny.copy()
     frame.attrs.update(scale="full", rounds=5, threads=1 if kept else 2)

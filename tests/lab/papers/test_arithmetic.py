@@ -51,6 +51,30 @@ def test_a_printed_number_is_judged_by_its_last_digit():
         assert judge(number, decimals, computed, slack) == status
 
 
+@pytest.mark.parametrize(
+    ("kind", "printed", "slack"),
+    [
+        ("ratio", ["9.0", "1.0"], 9.05 / 0.95 - 9),  # below 1.0 it moves further
+        ("ratio", ["-9.0%", "+1.0%"], 9.05 / 0.95 - 9),
+        ("ratio", ["300K", "2"], 300_500 / 1.5 - 150_000),
+        ("reduction", ["1.0", "2.0"], 100 * (1.05 / 1.95 - 0.5)),
+        ("difference", ["3.0", "1.00"], 0.055),
+        ("mean", ["3.0%", "+1.00", "-2"], (0.05 + 0.005 + 0.5) / 3),
+        ("sum", ["3.0", "1.0"], 0.1),
+        ("min", ["3.0", "3.0"], 0.05),  # one of the two alone lowers it
+        ("max", ["3.0", "3.0"], 0.05),
+        ("max", ["5.00", "3"], 0.005),
+        ("count", ["3.0", "3.0"], 0.0),
+        ("same", ["5e-5"], 0.5e-5),
+    ],
+)
+def test_slack_is_how_far_rounding_can_move_a_result(kind, printed, slack):
+    numbers = map(papers.printed.number, printed)
+    cells = [relations.Cell("1", "a", "b", "", *one, "", {}) for one in numbers]
+    check = relations.Check("", kind, "", 0.0, 0, tuple(cells), "")
+    assert check.slack == pytest.approx(slack, rel=1e-12)
+
+
 def means(paper, name):
     """Row, printed result, its last digit and its mean in fractions, from the CSV."""
     rules = papers.table(paper, name).attrs.get("derived") or []

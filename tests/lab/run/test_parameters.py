@@ -149,6 +149,8 @@ def test_a_list_of_numbers_may_be_given_as_its_only_number(given, taken):
         "top_k: int = 2  # experts [1; 64]",
         "top_k: int = 2  # experts [64, 1]",
         "top_k: int = 2  # experts {a, b}",
+        "flag: bool = True  # switch {0, 1}",
+        "flag: bool = True  # switch {True, False}",
         "flag: bool = True  # switch [0, 1]",
         "note: str = 'a'  # numbers [0, 1]",
         "note: str = '2'  # numbers [0, 1]",

@@ -198,6 +198,25 @@ def test_a_bank_is_made_in_the_folder_one_stands_in(nano, tmp_path, monkeypatch)
     assert list(bank.load(*nano, ".")) == ["gcd", "sums"]
 
 
+@pytest.mark.parametrize("names", [["gcd"], ["gcd", "gcd"]])
+def test_a_bank_of_one_lora_is_refused_and_leaves_nothing(names, nano, tmp_path):
+    few = {"rows": 4, "steps": 2, "epochs": None}
+    words = "E-BANK: .*bank is to be made of 'gcd' alone, expected 2 names or more"
+    refused(words, bank.load, *nano, tmp_path / "bank", names=names, **few)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_filled_folder_is_not_given_for_one_of_other_settings(nano, tmp_path):
+    few = {"rows": 4, "steps": 2, "epochs": None}
+    made = bank.load(*nano, tmp_path / "bank", names=["gcd", "sums"], **few)
+    (one,) = bank.load(*nano, tmp_path / "bank", names=["gcd"], **few).values()
+    assert one.digest == made["gcd"].digest
+    for change, odd in (({"lr": 0.5}, "lr"), ({"rows": 3}, "prompts, digest")):
+        words = rf"E-EXISTS: .*\({odd}\): remove it; or leave out rows, steps, epochs"
+        refused(words, bank.load, *nano, tmp_path / "bank", **few | change)
+    assert len(list((tmp_path / "bank").iterdir())) == 2
+
+
 def test_a_bank_is_read_by_name_and_says_what_has_no_fingerprint(model, lora, tmp_path):
     loras.write(lora(model, "zeta", 1), tmp_path / "zeta")
     (tmp_path / "zeta" / checkpoint.DIGEST).unlink()

@@ -417,6 +417,13 @@ def test_members_of_a_bank_are_those_that_it_has():
         targets.load_bank(settings, *models.load("nano"))
 
 
+def test_a_bank_that_is_there_is_taken_whatever_a_new_one_would_be():
+    other = {"bank_rows": 3, "bank_rate": 0.5, "bank_rank": 2}
+    settings = values("nano") | {"members": "gcd,sums"} | other
+    bank = targets.load_bank(settings, *models.load("nano"))
+    assert [lora.rank for lora in bank.values()] == [16, 16]
+
+
 def test_every_arm_chooses_from_the_bank_without_leaks(monkeypatch):
     met = []
     monkeypatch.setattr(
