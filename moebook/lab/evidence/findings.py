@@ -221,6 +221,17 @@ def headline(text: str, pools: Mapping[str, Pool]) -> str:
     return prose.filled(text, evidence, f"a headline of {notebook}")
 
 
+def alike(readings: Mapping[str, str], pools: Mapping[str, Pool]) -> dict[str, str]:
+    """Name together those of whom a headline says the same: the words to "8 and 16".
+
+    ``readings`` are names to a reading, ``{lead | trail | tie with: effect}``.
+    """
+    names: dict[str, list[str]] = {}
+    for name, reading in readings.items():
+        names.setdefault(headline(reading, pools), []).append(name)
+    return {words: " and ".join(several) for words, several in names.items()}
+
+
 def intervals(row: Row, several: bool = True) -> list[list[object]]:
     """A claim's lines of a forest plot, one a scale; with ``several`` papers its id names its."""
     if row.claim.ended:

@@ -25,7 +25,7 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
-from matplotlib.collections import Collection
+from matplotlib.collections import Collection, PathCollection
 from matplotlib.colors import to_rgba_array
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -67,6 +67,8 @@ LINE = 0.2
 """Height of a line of text in inches."""
 APART = 4
 """Pixels that names below an axis keep from one another."""
+MARK = 24
+"""Area of a point in a legend, in square points."""
 COLOURED = 3
 """Coloured series that a legend may have; a reader keeps no more in mind."""
 INK = "#14171A"
@@ -145,7 +147,8 @@ def heatmap(
 
     ``panels`` is the panel's title to its values ``[len(rows), len(columns)]``, named
     by ``rows`` and ``columns``. ``label`` says what the colours mean, such as ``share
-    of tokens``.
+    of tokens``. Cells are numbered where all numbers have room; what rounds to zero
+    stays empty.
     """
     shape = len(rows), len(columns)
     tables = {}
@@ -162,6 +165,7 @@ def heatmap(
     low = min(0.0, float(np.nanmin(every)))
     high = float(np.nanmax(every))
     numbered = every.size <= 200  # more would not be readable
+    numbers: list[Text] = []
     for index, (axes, table) in enumerate(zip(cells, tables.values(), strict=True)):
         image = axes.imshow(table, vmin=low, vmax=high, aspect="auto")
         axes.set_xticks(range(len(columns)), [spoken(name) for name in columns])
@@ -172,25 +176,39 @@ def heatmap(
         axes.grid(False)
         axes.spines[:].set_visible(False)
         if numbered:
-            dark = low + 0.6 * (high - low)
-            _number(axes, table, dark, 6.5 if across > 2 else 8)
-    figure.colorbar(
-        image, ax=figure.axes, label=folded(label), shrink=0.9, pad=0.015, aspect=30
-    )
+            numbers += _number(axes, table, low + 0.6 * (high - low))
+    # Below all panels, where a long label has room.
+    figure.set_figheight(figure.get_figheight() + 3 * LINE)
+    below: Look = {"location": "bottom", "shrink": 0.7, "pad": 0.03, "aspect": 40}
+    figure.colorbar(image, ax=figure.axes, label=label, **below)
     tilt_where_they_collide(figure, cells)
+    figure.draw_without_rendering()
+    if not _have_room(numbers, cells[0], shape):
+        for number in numbers:
+            number.remove()
     return finished(figure)
 
 
-def _number(axes: Axes, table: npt.NDArray[Any], dark: float, size: float) -> None:
+def _number(axes: Axes, table: npt.NDArray[Any], dark: float) -> Iterator[Text]:
     """Write each cell's number into it, in white from a value on."""
     for (row, column), number in np.ndenumerate(table):
-        if not np.isfinite(number):
-            continue  # an empty cell says that nothing was measured
-        text = re.sub(r"^(-?)0\.", r"\1.", f"{number:.2f}")  # .25 for 0.25
+        text = re.sub(r"^(-?)0\.", r"\1.", f"{number:z.2f}")  # .25 for 0.25
+        if not np.isfinite(number) or text == ".00":
+            continue  # nothing was measured, or nothing to speak of: the colour says it
         colour = "white" if number > dark else INK
-        axes.text(
-            column, row, text, ha="center", va="center", fontsize=size, color=colour
+        yield axes.text(
+            column, row, text, ha="center", va="center", fontsize=8, color=colour
         )
+
+
+def _have_room(numbers: Sequence[Text], axes: Axes, shape: tuple[int, int]) -> bool:
+    """Whether each number fits into a cell of a heat map of so many rows and columns."""
+    rows, columns = shape
+    box = axes.get_window_extent()
+    boxes = [number.get_window_extent() for number in numbers]
+    width = max((number.width for number in boxes), default=0)
+    height = max((number.height for number in boxes), default=0)
+    return width + APART < box.width / columns and height + APART < box.height / rows
 
 
 # Experts in turn: their numbers tell them apart, and the colours where one ends.
@@ -200,9 +218,9 @@ TURNS = (COLOURS[0], COLOURS[5])
 def loads(shares: Series, *, title: str = "") -> Figure:
     """Draw a stacked bar a row (a layer, say): the share of tokens each expert serves.
 
-    The number in a segment is its expert's, in two colours by turns; dotted lines mark
-    the borders of equal shares. ``shares`` is the row's name to the experts' shares
-    ``[E]``, which sum to 1.
+    The number in a segment is its expert's, in two colours by turns; dotted lines
+    between the bars mark the borders of equal shares. ``shares`` is the row's name to
+    the experts' shares ``[E]``, which sum to 1.
     """
     table = {spoken(row): np.asarray(parts, float) for row, parts in shares.items()}
     experts = len(next(iter(table.values())))
@@ -218,7 +236,7 @@ def loads(shares: Series, *, title: str = "") -> Figure:
     for expert, widths in enumerate(np.stack(list(table.values()), axis=1)):
         colour = TURNS[expert % len(TURNS)]
         patches = axes.barh(
-            list(table), widths, left=left, color=colour, edgecolor="white"
+            list(table), widths, 0.65, left=left, color=colour, edgecolor="white"
         )
         # Numbers in the bars spare the reader the way to a legend; slivers stay empty.
         names = [str(expert) if share > 0.022 else "" for share in widths]
@@ -228,11 +246,11 @@ def loads(shares: Series, *, title: str = "") -> Figure:
             label_type="center",
             fontsize=8.5,
             color="white" if colour in DARK_COLOURS else INK,
-            bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.0},
         )
         left += widths
     for border in np.arange(1, experts) / experts:
-        axes.axvline(border, color=INK, ls=":", lw=0.9)
+        # Behind the bars, seen between them: it would strike through numbers.
+        axes.axvline(border, color=INK, ls=":", lw=1.2, zorder=0.5)
     axes.invert_yaxis()
     axes.grid(False)
     axes.set(xlim=(0, 1))
@@ -252,16 +270,19 @@ def points(
     joined: bool = False,
     xscale: str = "linear",
     above: str = "",
+    shared: str = "xy",
 ) -> Figure:
-    """Draw one cloud a series, by colour and by marker; panels share their axes.
+    """Draw one cloud a series, by colour and by marker.
 
     ``panels`` is the panel's title to its series: name to points ``[n, 2]``, drawn in
     this order. Without ``ticks`` the axes carry no numbers; those of a t-SNE or UMAP
     map mean nothing. Points may be ``joined`` by a line in their order, and the
-    horizontal axis ``log``. ``above`` names a series to draw on top.
+    horizontal axis ``log``. ``above`` names a series to draw on top. Panels have the
+    ``shared`` axes in common, by default both; a horizontal axis of its own is numbered
+    at a panel's points.
     """
     clouds, looks = arrays("points", panels)
-    figure, cells = grid(list(panels), 3, 2.0, xlabel, ylabel, title, shared=True)
+    figure, cells = grid(list(panels), 3, 2.0, xlabel, ylabel, title, shared=shared)
     largest: dict[str, int] = {}
     for panel in clouds:
         for name, cloud in panel.items():
@@ -283,9 +304,10 @@ def points(
         axes.set_xscale(xscale)
         if not ticks:
             axes.set(xticks=[], yticks=[])
-    if xscale == "log":
-        for axes in cells:
+        if xscale == "log":
             logarithmic(axes.xaxis)
+        if ticks and "x" not in shared:
+            axes.set_xticks(np.unique(np.concatenate(list(panel.values()))[:, 0]))
     legend(figure, handles)
     return finished(figure)
 
@@ -301,7 +323,7 @@ def prices(table: pd.DataFrame, *, title: str = "") -> Figure:
     loss, *others = table.columns
     table = table.sort_values(loss)
     height = 0.2 * len(table) + 0.4
-    names = [folded(column, 12) for column in table]
+    names = [folded(column, 10) for column in table]
     figure, cells = grid(names, len(names), height, "", "", title)
     for axes, column in zip(cells, table, strict=True):
         values = table[column].to_numpy(float)
@@ -395,7 +417,8 @@ def leads(
         for group, items in gaps.groupby(tables[arm][by], sort=False):
             ends = interval(items.to_numpy(float)[None]) or (np.nan, np.nan)
             low, high = np.clip(ends, -100, 100)  # shares differ by no more
-            sure = low * high > 0
+            # Items that all differ alike show no spread: that is no certainty.
+            sure = low < high and low * high > 0
             pair = f"{names.get(arm, arm)} − {names.get(other, other)}"
             rows.append([str(group), pair, "", items.mean(), low, high, sure])
     if not rows:
@@ -406,7 +429,7 @@ def leads(
     panels = dict(list(frame.groupby("panel", sort=False)))
     height = 0.22 * frame.line.nunique() + 0.5
     figure, cells = grid(
-        list(panels), len(panels), height, "points", "", title, shared=True
+        list(panels), len(panels), height, "points", "", title, shared="xy"
     )
     for axes, effects in zip(cells, panels.values(), strict=True):
         _effects(axes, effects, [""])
@@ -463,9 +486,12 @@ def grid(
     ylabel: str,
     title: str,
     *,
-    shared: bool = False,
+    shared: str = "",
 ) -> tuple[Figure, list[Axes]]:
-    """Open one panel a name, at most ``across`` in a row of ``height`` inches."""
+    """Open one panel a name, at most ``across`` in a row of ``height`` inches.
+
+    ``shared`` names the axes that all panels have in common: "x", "y", "xy".
+    """
     if not names:
         refuse("E-DATA", "no panels to draw; expected at least one")
     down = math.ceil(len(names) / across)
@@ -477,8 +503,8 @@ def grid(
         figsize=(WIDTH, height * down + 0.6),
         layout="constrained",
         squeeze=False,
-        sharex=shared,
-        sharey=shared,
+        sharex="x" in shared,
+        sharey="y" in shared,
     )
     plt.close(figure)
     panels = list(cells.flat[: len(names)])
@@ -661,7 +687,12 @@ def legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
     columns = max(1, min(len(names), ACROSS // (widest + 6)))
     rows = math.ceil(len(names) / columns)
     figure.set_figheight(figure.get_figheight() + LINE * rows * tallest)
-    figure.legend(handles.values(), names, loc="outside lower center", ncols=columns)
+    key = figure.legend(
+        handles.values(), names, loc="outside lower center", ncols=columns
+    )
+    for mark in key.legend_handles:
+        if isinstance(mark, PathCollection):  # those of a large cloud are specks
+            mark.set(sizes=[MARK], alpha=1)
 
 
 def spoken(name: object) -> str:

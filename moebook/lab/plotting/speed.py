@@ -27,30 +27,25 @@ def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
         refuse("E-RANGE", "multiples: values must be above 0; the axis is logarithmic")
     groups = list(frame.groupby("group", sort=False))
 
-    # Two columns of about as many lines: a bar each, and one for a group's name.
-    sizes = [len(bars) + 1 for _, bars in groups]
-    above = np.cumsum([0, *sizes])
-    half = int(np.searchsorted(above, above[-1] / 2))
-    columns = [column for column in (groups[:half], groups[half:]) if column]
-    height = 0.2 * max(above[half], above[-1] - above[half]) + 0.4
-    figure, cells = grid([""] * len(columns), 2, height, xlabel, "", title)
-    handles: dict[str, Artist] = {}
-    for axes, column in zip(cells, columns, strict=True):
-        axes.sharex(cells[0])
-        _column(axes, column, handles)
+    # One column: beside a second one, its axis would have room for one number or two.
+    lines = len(frame) + len(groups)  # a bar each, and one for a group's name
+    figure, axes = charts.single(0.17 * lines + 0.8)
+    handles = _bars(axes, groups)
+    axes.set_xlabel(xlabel, fontsize=9)
+    charts.entitle(figure, title)
     legend(figure, handles)
     return charts.finished(figure)
 
 
-def _column(
-    axes: Axes, groups: list[tuple[str, pd.DataFrame]], handles: dict[str, Artist]
-) -> None:
-    """Draw groups of bars, one below the other."""
+def _bars(axes: Axes, groups: list[tuple[str, pd.DataFrame]]) -> dict[str, Artist]:
+    """Draw groups of bars, one below the other; return what a legend explains."""
+    handles: dict[str, Artist] = {}
     labels: list[str] = []  # one a line, from the top
     titles = []  # lines that hold a group's name
     for group, bars in groups:
         titles.append(len(labels))
         labels.append(charts.spoken(group))
+        floor = bars["floor"].iloc[0]
         for contender, value in zip(bars["contender"], bars["value"], strict=True):
             place = len(labels)
             labels.append(f"{charts.spoken(contender)}  ")
@@ -62,13 +57,12 @@ def _column(
             number = f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
             axes.annotate(
                 number,
-                (max(value, 1), place),
-                (3, 0),
+                (np.fmax(max(value, 1), floor), place),  # clear of the floor, too
+                (4, 0),
                 textcoords="offset points",
                 va="center",
                 size=7,
             )
-        floor = bars["floor"].iloc[0]
         if np.isfinite(floor):
             ends = [titles[-1] + 0.5, len(labels) - 0.5]
             # Behind the bars: of one that ends at the floor nothing would be seen.
@@ -84,7 +78,8 @@ def _column(
         names[place].set_fontweight("bold")
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x")
-    axes.margins(x=0.2)
+    axes.margins(x=0.1)
+    return handles
 
 
 def growth(
@@ -96,17 +91,16 @@ def growth(
     is thick.
     """
     curves, looks = charts.arrays("growth", panels)
-    figure, cells = grid(list(panels), 4, 1.0, xlabel, ylabel, title)
+    figure, cells = grid(list(panels), 3, 1.1, xlabel, ylabel, title)
     handles: dict[str, Artist] = {}
     for axes, name, panel in zip(cells, panels, curves, strict=True):
-        axes.set_title(charts.spoken(name), fontsize=7.5, pad=3)
+        axes.set_title(charts.spoken(name), fontsize=8.5, pad=3)
         for series, line in panel.items():
             width = 2 if series == "ours" else 1
             (curve,) = axes.plot(*line.T, lw=width, ms=3, **looks[series])
             handles[series] = curve
         axes.set(xscale="log", yscale="log")
-        axes.xaxis.label.set_fontsize(8)
-        axes.tick_params(labelsize=7, pad=2, length=2)
+        axes.tick_params(labelsize=8, pad=2, length=2)
         charts.logarithmic(axes.yaxis)
         axes.minorticks_off()
         values = np.concatenate(list(panel.values()))[:, 0]

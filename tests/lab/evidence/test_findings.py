@@ -168,6 +168,23 @@ def test_a_headline_follows_the_pools_and_stops_where_no_reading_fits():
     )
 
 
+@pytest.mark.parametrize(
+    ("runs", "told"),
+    [
+        (HOLDS, {"leads": "8", "trails": "16"}),
+        ([0.0 - effect for effect in HOLDS], {"trails": "8", "leads": "16"}),
+        (OPEN, {"ties with": "8 and 16"}),
+    ],
+)
+def test_those_of_whom_a_headline_says_the_same_are_named_together(runs, told):
+    lead = "{{leads | trails | ties with: {} less {} in nano}}".format
+    either_way = {
+        "8": lead(CLAIM.value, CLAIM.reference),
+        "16": lead(CLAIM.reference, CLAIM.value),
+    }
+    assert findings.alike(either_way, {"nano": pool(*runs)}) == told
+
+
 def test_what_a_verdict_rests_on_is_said_for_arms_that_no_value_names_and_not_for_floors():
     rates = [Value(f"pesc/rate/adapters/{rate}", rate, "nats") for rate in (0.1, 0.2)]
     one = pool(*HOLDS, claim=BOUND)

@@ -110,7 +110,8 @@ def test_leads_are_paired_by_item_with_students_interval_and_fewer_panels_than_l
     assert [dot.get_xdata()[0] for dot in dots] == [50, -50, 100]
     ends = stats.ttest_1samp([100, 0] * 10, 0).confidence_interval()
     np.testing.assert_allclose(spans[0].get_xdata(), ends)
-    assert filled([*dots, copy.lines[1]]) == [True, True, True, False]
+    # Where all items differ alike there is no spread, and so no certainty.
+    assert filled([*dots, copy.lines[1]]) == [True, True, False, False]
     assert total.get_xlim() == copy.get_xlim()
     (axes,) = plotting.leads(tables, pairs[:1], by="task").axes
     assert texts(axes.get_yticklabels()) == ["sum", "copy"]
@@ -137,9 +138,26 @@ def test_heat_maps_share_a_colour_scale_and_number_their_cells():
     assert texts(figure.axes[0].texts) == ["10.00", "20.33", "-.50"]
 
 
+def test_cells_of_a_heat_map_are_empty_at_zero_and_where_a_number_has_no_room():
+    shares = {"": [[0.004, -0.004, 0.5, np.nan]]}
+    figure = plotting.heatmap(shares, rows=["law"], columns=list("abcd"), label="")
+    assert texts(figure.axes[0].texts) == [".50"]
+    narrow = {"": np.full((1, 40), 0.5)}
+    figure = plotting.heatmap(narrow, rows=["law"], columns=[""] * 40, label="")
+    assert texts(figure.axes[0].texts) == []
+
+
+def test_the_label_of_a_heat_maps_colours_is_no_wider_than_the_figure():
+    label = "shared experts of the 4 best, averaged over layers"
+    figure = plotting.heatmap({"": CLOUD}, rows="ab", columns="xy", label=label)
+    figure.draw_without_rendering()
+    extent = figure.axes[-1].xaxis.label.get_window_extent()
+    assert 0 <= extent.x0 < extent.x1 <= figure.bbox.width
+
+
 @pytest.mark.parametrize(
     ("columns", "angle"),
-    [(["0", "1", "2"], 0), (["LoRAHub", "SMEAR", "PHATGOOSE"] * 2, 30)],
+    [(["0", "1", "2"], 0), (["LoRAHub", "SMEAR", "PHATGOOSE"] * 3, 30)],
 )
 def test_names_below_a_heat_map_are_tilted_where_they_would_touch(columns, angle):
     figure = plotting.heatmap(
@@ -157,6 +175,9 @@ def test_loads_stack_to_one_and_number_their_experts():
         sums += [bar.get_width() for bar in bars.patches]
     np.testing.assert_allclose(sums, 1.0)
     assert texts(axes.texts) == ["0", "0", "1", "1", "", "2"]
+    bars = min(bar.get_zorder() for bar in axes.patches)
+    for border in axes.lines:
+        assert border.get_zorder() < bars, "it would strike through the numbers"
 
 
 def test_points_keep_their_colours_and_the_legend_hides_no_label():
@@ -189,6 +210,30 @@ def test_points_may_lie_on_top_or_be_joined_and_a_map_has_no_numbers():
     (axes,) = figure.axes
     assert len(axes.get_xticks()) == len(axes.get_yticks()) == len(figure.legends) == 0
     assert axes.collections[0].get_alpha() < 0.5
+
+
+def test_panels_may_have_an_axis_of_their_own():
+    panels = {
+        "shots": {"here": [(1, 0), (50, 9)]},
+        "experts": {"here": [(4, 0), (8, 2)]},
+    }
+    draw = partial(plotting.points, panels, joined=True, xscale="log")
+    one, two = draw(shared="y").axes
+    assert one.get_ylim() == two.get_ylim()
+    assert [*one.get_xticks()] == [1, 50]
+    assert _numbers(two.xaxis) == ["4", "8"]
+    one, two = draw(shared="x").axes
+    assert one.get_xlim() == two.get_xlim()
+    assert one.get_ylim() != two.get_ylim()
+
+
+def test_the_mark_of_a_large_cloud_is_no_speck_in_the_legend():
+    clouds = {"pool": np.random.rand(200, 2), "shots": CLOUD}
+    figure = plotting.points({"": clouds}, ticks=False)
+    pool, shots = figure.legends[0].legend_handles
+    assert [*pool.get_sizes()] == [*shots.get_sizes()] == [charts.MARK]
+    assert pool.get_alpha() == 1
+    assert figure.axes[0].collections[0].get_sizes()[0] < charts.MARK
 
 
 def test_a_number_in_a_title_has_a_minus_and_a_word_its_hyphen():
@@ -292,20 +337,36 @@ def test_what_the_paper_prints_is_marked_once_a_line_also_where_a_row_lacks_it()
     assert sum(line.get_marker() == "|" for line in points.lines) == 2
 
 
-def test_times_begin_at_ours_in_two_columns_with_the_floor_of_their_group():
-    left, right = speed.multiples(TIMES, xlabel="time over ours").axes
+def test_times_begin_at_ours_with_the_floor_of_their_group():
+    (axes,) = speed.multiples(TIMES, xlabel="time over ours").axes
     ends = []
-    for bar in (*left.patches, *right.patches):
+    for bar in axes.patches:
         ends.append(sorted((bar.get_x(), bar.get_x() + bar.get_width())))
     assert ends == [[1, 16], [0.5, 1], [1, 2]]
-    assert left.get_xlim() == right.get_xlim()
-    assert left.get_xscale() == "log"
-    (floor,) = (line for line in left.lines if line.get_linewidth() == 2.5)
+    assert axes.get_xscale() == "log"
+    (floor,) = (line for line in axes.lines if line.get_linewidth() == 2.5)
     assert floor.get_xydata().tolist() == [[0.8, 0.5], [0.8, 2.5]]
-    lines = [text.strip() for text in texts(left.get_yticklabels())]
-    assert lines == ["experts", "eager", "own"]
-    lines = [text.strip() for text in texts(right.get_yticklabels())]
-    assert lines == ["groups", "loop"]
+    lines = [text.strip() for text in texts(axes.get_yticklabels())]
+    assert lines == ["experts", "eager", "own", "groups", "loop"]
+
+
+def test_each_power_of_ten_that_times_span_has_its_number():
+    spread = TIMES.assign(value=[460, 2014, 0.45], floor=[0.02, 0.02, 0.06])
+    figure = speed.multiples(spread, xlabel="time over ours")
+    figure.draw_without_rendering()
+    numbers = _numbers(figure.axes[0].xaxis)
+    assert numbers == ["0.1", "1", "10", "100", "1000"]
+
+
+def test_the_number_of_a_short_bar_keeps_clear_of_a_floor_above_ours():
+    short = TIMES.assign(value=[0.06, 0.95, 1.02], floor=[1.1, 1.1, 1.05])
+    figure = speed.multiples(short, xlabel="time over ours")
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    floors = [line for line in axes.lines if line.get_linewidth() == 2.5]
+    for number in axes.texts:
+        for floor in floors:
+            assert not number.get_window_extent().overlaps(floor.get_window_extent())
 
 
 def test_growth_has_logarithmic_axes_and_ours_is_thick():
@@ -316,6 +377,10 @@ def test_growth_has_logarithmic_axes_and_ours_is_thick():
     first = figure.axes[0]
     assert first.get_xscale() == first.get_yscale() == "log"
     assert first.lines[0].get_linewidth() > first.lines[1].get_linewidth()
+    many = dict.fromkeys("BTVDFLEKRSN", series)
+    figure = speed.growth(many, xlabel="value", ylabel="ms")
+    columns = {axes.get_subplotspec().colspan.start for axes in figure.axes}
+    assert columns == {0, 1, 2}, "in more the text could not be read on a phone"
 
 
 def test_what_an_op_reached_stands_beside_what_memory_or_arithmetic_allows_it():
