@@ -146,6 +146,50 @@ for (const name of document.querySelectorAll(narrow)) {
   name.replaceChildren(...pieces.flatMap((piece, place) => (place ? [document.createElement("wbr"), piece] : [piece])));
 }
 
+// What a cell prints as a table, for a phone: a head of words has a least width, a long name breaks
+// behind a mark, an estimate stands above its interval. Settings leave their width to what they do.
+for (const head of document.querySelectorAll(".cell_output table.dataframe thead th:nth-child(3):last-child")) {
+  if (head.textContent === "what it does") head.closest("table").classList.add("moe-settings");
+}
+for (const cell of document.querySelectorAll(".cell_output table.dataframe :is(th, td):not(:has(*))")) {
+  const text = cell.textContent;
+  if (text.length <= 12) continue;
+  if (cell.tagName === "TH" && text.includes(" ")) cell.classList.add("moe-words");
+  const estimate = text.match(/^([^a-z()]+) (\(\S+ to \S+\))$/i);
+  if (estimate) {
+    const [value, interval] = estimate.slice(1).map((whole) => {
+      const span = document.createElement("span");
+      span.className = "moe-whole";
+      span.textContent = whole;
+      return span;
+    });
+    cell.replaceChildren(value, " ", interval);
+    continue;
+  }
+  const pieces = text.split(/(?<=[_@/])(?=\w)/);
+  if (pieces.length > 1) cell.replaceChildren(...pieces.flatMap((piece) => [document.createElement("wbr"), piece]).slice(1));
+}
+
+// A formula that is wider than its line scrolls, with a shadow. What is drawn counts, not MathJax's unseen
+// text below it, and a fraction of a pixel is no width.
+const widths = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const drawn = target.firstElementChild?.getBoundingClientRect().width ?? 0;
+    target.classList.toggle("moe-wide", drawn > target.clientWidth + 2);
+  }
+});
+for (const formula of document.querySelectorAll(".bd-article span.math")) {
+  widths.observe(formula);
+  // A line does not begin with what closes a formula.
+  const text = formula.nextSibling;
+  if (text?.nodeType !== Node.TEXT_NODE || !/^[,.;:)]/.test(text.data)) continue;
+  const closed = document.createElement("span");
+  closed.className = "moe-closed";
+  formula.before(closed);
+  text.splitText(1);
+  closed.append(formula, text);
+}
+
 // A table of prose is stacked on a phone, a row's cells one below the other: each says its column.
 for (const table of document.querySelectorAll(".bd-article table.table:not(.autosummary, .moe-stacked *)")) {
   const heads = [...(table.tHead?.rows[0]?.cells ?? [])];
