@@ -73,15 +73,27 @@ def modules(package: str) -> Iterator[str]:
             yield inner
 
 
+def imported(package: str) -> list[str]:
+    """Return the modules of its own that a package imports whole."""
+    names: list[str] = []
+    for statement in ast.parse(source(package).read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.ImportFrom) and statement.module == package:
+            names += [alias.name for alias in statement.names]
+    return names
+
+
 def page(package: str) -> str:
-    """Write the page of a package."""
-    parts = [f"# {package}\n\n{PACKAGES[package]}.\n"]
+    """Write the page of a package; what it is for stands in its docstring."""
+    parts = [f"# {package}\n"]
     inside = list(modules(package))
     for module in inside:
+        internal = imported(module)
         names = [
             each
             for each in exported(module)
-            if f"{module}.{each}" not in inside and not each.isupper()
+            if f"{module}.{each}" not in inside
+            and each not in internal
+            and not each.isupper()
         ]
         listed = "".join(f"   {each}\n" for each in names)
         heading = "" if module == package else f"\n## {module}\n"

@@ -89,6 +89,19 @@ def test_the_pages_are_those_of_all_that_is_public():
         assert f"- file: {name}\n" in toc
 
 
+def test_a_table_lists_no_module_that_has_no_entry_below_it():
+    """Rocket's `case` is a module without ``__all__``; `kernels.route` is a function, too."""
+    pages = reference.pages()
+    assert "   case\n" not in pages["reference_methods_rocket"]
+    assert "   route\n" in pages["reference_kernels"]
+
+
+def test_a_page_says_once_what_its_package_is_for():
+    pages = reference.pages()
+    for package, what in reference.PACKAGES.items():
+        assert what not in pages[reference.file(package)]
+
+
 def test_every_public_name_is_there_and_tells_its_shapes_and_units():
     problems = []
     for module, name, value in public():

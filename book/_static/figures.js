@@ -296,13 +296,13 @@
         const [x, height] = [left + wide * i, 80 * load];
         return [bar(x + wide * 0.2, 92 - height, wide * 0.6, height, "accent"),
           text(x + wide / 2, above(86 - height), percent(load), { "text-anchor": "middle" }),
-          text(x + wide / 2, top, `expert ${i + 1}`, { class: "note", "text-anchor": "middle" }),
+          text(x + wide / 2, top, String(i + 1), { class: "note", "text-anchor": "middle" }),
           ...chances.map((row, token) => svg("circle", { cx: x + wide / 2, cy: top + 20 + 26 * token,
             r: 1.5 + 10 * Math.sqrt(row[i]), class: used[token][i] ? "accent" : "ring" }))];
       });
       const last = top + 26 + 26 * rows.length;
       return [numbers, [last + 16, text(0, 24, "load", { class: "note" }),
-        line(left, even, width, even, "border"), text(0, even + 4, "if even", { class: "note" }), ...marks,
+        line(left, even, width, even, "border"), text(0, even + 4, "if even", { class: "note" }), text(0, top, "expert", { class: "note" }), ...marks,
         ...rows.map(([token], i) => text(0, top + 24 + 26 * i, token)),
         text(0, last + 8, "A circle is a probability, a filled one is used.", { class: "note" })]];
     };
@@ -356,7 +356,7 @@
       const units = [...new Set(points.map((point) => point.unit))];
       const count = (side) => points.filter((point) => point.sure && point.value * side > 0).length;
       told.textContent = `${points.length} interval${points.length === 1 ? "" : "s"}: ${count(1)} as claimed, ${count(-1)} against it, ` +
-        `${points.length - count(1) - count(-1)} undecided (hollow).`;
+        `${points.length - count(1) - count(-1)} undecided (drawn hollow).`;
       frame.replaceChildren(...units.flatMap((unit) =>
         panel(unit, points.filter((point) => point.unit === unit), Math.max(280, frame.clientWidth - 24))));
     };

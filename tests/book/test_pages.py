@@ -174,6 +174,14 @@ def test_no_line_ends_between_a_number_and_its_unit_but_code_stays_as_it_is():
     assert left == [bound, "3 M", "x = 3 M"]
 
 
+def test_the_link_of_a_solution_begins_behind_the_space():
+    title = '<p>Solution to<a class="reference" href="#one"> Exercise 10</a></p>'
+    context = {"script_files": [], "body": title}
+    extension._mend(None, "page", "page.html", context, None)
+    mended = '<p>Solution to <a class="reference" href="#one">Exercise 10</a></p>'
+    assert context["body"] == mended
+
+
 def test_the_smallest_effect_that_a_pool_sees_stands_beside_the_papers(folder):
     row = _row(CLAIM.id, _pool(0.8, step=4))
     (verdict,) = row.verdicts
@@ -228,6 +236,13 @@ def test_withdrawn_runs_say_what_moved_when_their_seeds_ran_again(tmp_path):
     assert (
         f"What moved, as means over these seeds: `{name}` from 30.0 % to 60.0 %."
         in page
+    )
+    assert "In its place: `y`." in page
+    again = entry | {"instead": "nano, with more rows"}
+    listed.write_text(json.dumps([again]))
+    assert (
+        "In its place: the repeated run of `nano`, with more rows."
+        in pages.withdrawn(tmp_path)
     )
     listed.write_text(json.dumps([entry, entry]))
     page = pages.withdrawn(tmp_path)
@@ -415,13 +430,14 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
     for fact in (
         "nano (committed)",
         "2 seeds: 0, 3<",
-        "1 values each",
+        "1&nbsp;values&nbsp;each",
         "1 h 5 min (CPU time 30 min 0 s), 2.0 GB on A &amp; B",
         "commit abcdef0 with changes",
-        "of 2026-01-05; changed since: notebook",
+        '"code of">2026-01-05<details><summary>1 change since</summary>',
+        "<p>notebook</p></details>",
     ):
         assert fact in pooled
-    for fact in ("this build (smoke, on its page)", "1 seed: 0<", "of 2026-01-02; "):
+    for fact in ("this build (smoke, on its page)", "1 seed: 0<", "2026-01-02<"):
         assert fact in live
     assert pages.recorded(project / "empty") == "No run has been recorded yet.\n"
 
@@ -457,7 +473,7 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
     by_label = [int(number) for number in re.findall(r" (\d+)(?:,|$)", labels[2])]
     assert sum(by_label) == int(labels[1])
     tuned = page.partition("PESC: tuned</a>")[2].partition("</tr>")[0]
-    assert "exploratory: decides none" in tuned
+    assert "decides nothing (exploratory)" in tuned
     assert "5 seeds" in tuned
     assert (
         ":::{dropdown} PESC: `decay`" in page
@@ -508,10 +524,10 @@ def test_the_figures_of_the_fault_tests_come_from_their_record_alone(tmp_path):
         f'>{kind}</td><td data-label="kills">{n}</td><td data-label="lost">{lost}</td>'
         for kind, n, lost in (("all", 7, 1), ("a", 4, 0), ("b", 3, 1))
     )
-    run = "(MOEBOOK_FAULTS=10, 60 s, 2026-01-02, commit abcdef0 with changes)"
-    for fact in (run, *cells, "tests run with every push: Changed files."):
+    run = "(10 × the cases of a push, 1 min 0 s on 2026-01-02, commit abcdef0 with changes)"
+    for fact in (run, *cells, "Changed files: these tests run with every push"):
         assert fact in page
-    assert "push: Killed" not in page
+    assert "Killed runs and studies: these" not in page
     write(tmp_path / "results" / "faults.json", json.dumps({"kills": {}}))
     refused(r"faults.json does not hold what is read", pages.tested, tmp_path)
 

@@ -57,6 +57,8 @@ INSTEAD = {
     '<summary aria-label="Toggle hidden content">': "<summary>",
 }
 """What a page's HTML has, and what stands there instead (`_mend`)."""
+SPACE_IN_LINK = re.compile(r"(Solution to)(<a [^>]*>) ")
+"""The link of sphinx_exercise begins with the space before it, which would be underlined."""
 NO_BREAK_SPACE = "\u00a0"
 STRAIGHT = str.maketrans("‘’“”", "''\"\"")
 
@@ -217,7 +219,7 @@ def _mend(
     """Keep one of the scripts that several extensions add, and no label that is none.
 
     The front page's entry in the sidebar is short; its title is not. ARIA has given up two roles
-    that docutils writes, and a fold is called by what it shows.
+    that docutils writes, and a fold is called by what it shows. A link begins behind the space.
     """
     first: dict[Any, Any] = {}
     for script in context["script_files"]:
@@ -228,7 +230,7 @@ def _mend(
     body = context.get("body", "")
     for written, instead in INSTEAD.items():
         body = body.replace(written, instead)
-    context["body"] = body
+    context["body"] = SPACE_IN_LINK.sub(r"\1 \2", body)
 
 
 def badge(run: Run, folder: Path) -> str:

@@ -22,8 +22,8 @@ from moebook.lab.evidence.verdicts import Row, Verdict, amount, quantity, seeds,
 from moebook.lab.pages.filling import ENVIRONMENT, page
 from moebook.lab.papers import Claim
 from moebook.lab.papers.arithmetic import STATUSES, Finding
-from moebook.lab.records import Run, Value, since, store
-from moebook.lab.records.runs import restored
+from moebook.lab.records import Run, Value, store
+from moebook.lab.records.runs import changed, day, restored
 from moebook.lab.records.store import CLASS, COMMITTED, LIVE, Pool
 from moebook.lab.run import pace, sources
 from moebook.lab.run.session import VALUE
@@ -280,7 +280,7 @@ def audit(every: Sequence[Finding]) -> str:
 
 
 def recorded(folder: Path) -> str:
-    """Return the list of recorded runs: their seeds and cost, their day, what changed since."""
+    """Return the list of recorded runs: their seeds, cost and day, and what changed since."""
     pools: list[store.Pool] = []
     others: list[store.Pool | None] = []  # of courses, and of the pages' own runs
     for name, notebook in sources.notebooks(folder).items():
@@ -293,8 +293,8 @@ def recorded(folder: Path) -> str:
         for name, notebook in sources.notebooks(folder).items()
         for protocol in heads.planned(notebook)
     }
-    told = partial(since, folder=folder, hashed=cache(storage.files.code_digest))
-    return page("records", pools=pools, planned=planned, since=told)
+    told = partial(changed, folder=folder, hashed=cache(storage.files.code_digest))
+    return page("records", pools=pools, planned=planned, changed=told, day=day)
 
 
 def arms(folder: Path) -> str:

@@ -58,8 +58,10 @@ def test_the_toys_first_step_is_worked_out_as_the_primer_writes_it():
     assert f"f = ({', '.join(f'{8 * one:.0f}' for one in load)})/8" in said
     assert f"P = ({', '.join(f'{one:.3f}' for one in mean)})" in said
     slots = zip(8 * load, mean, strict=True)
-    terms = " + ".join(rf"{slot:.0f} \cdot {one:.3f}" for slot, one in slots)
-    assert f"{{{terms}}}{{8}} = {4 * load @ mean:.2f} ." in said
+    terms = [rf"{slot:.0f} \cdot {one:.3f}" for slot, one in slots]
+    # The sum stands on two lines, so that it fits a phone.
+    assert rf"\tfrac{{4}}{{8}}\, ({terms[0]} + {terms[1]} \\" in said
+    assert rf"+ {terms[2]} + {terms[3]}) \\ &= {4 * load @ mean:.2f} ." in said
 
 
 def test_the_toy_ends_as_the_primers_answers_say():

@@ -47,11 +47,11 @@ def keep(project, run):
 def test_of_a_seed_in_several_files_all_of_them_are_told(project):
     page = pages.recorded(project)
     for fact in (
-        "2 seeds: 0, 3<br>23 values each<",
+        "2 seeds: 0, 3<br>23&nbsp;values&nbsp;each<",
         "23 min 0 s, 20.0 GB on X 9, 2 cores and Y 8, 2 cores<",
-        "of 2026-01-02; ",
+        ">2026-01-02; ",
         "commit abcdef0<",
-        "of 2026-01-08; ",
+        ">2026-01-08; ",
         "commit 1234567<",
     ):
         assert fact in page, fact
@@ -62,7 +62,7 @@ def test_of_a_seed_in_several_files_all_of_them_are_told(project):
 def test_seeds_that_ran_other_arms_do_not_count_as_equal(project):
     keep(project, ran(9, "sparse", day=9, minutes=3))
     page = pages.recorded(project)
-    assert "3 seeds: 0, 3, 9<br>3 to 23 values each<" in page
+    assert "3 seeds: 0, 3, 9<br>3 to 23&nbsp;values&nbsp;each<" in page
     told = "seeds 0, 3, 9, the last 3 min 0 s, 3.0 GB on X 9"
     assert told in sources.overview(project)
 

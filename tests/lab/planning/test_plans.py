@@ -183,6 +183,18 @@ def test_the_settings_of_the_page_are_parameters_of_their_notebooks():
         assert first.name == asked["changes"]["arms"]
 
 
+def test_each_cell_of_the_plans_gives_its_unit_and_large_numbers_their_power():
+    text = plans.shown(ROOT)
+    for part in ("weights", "gradients", "moments", "beside", "FSDP2"):
+        cells = re.findall(rf'data-label="{part}">(.*?)<', text)
+        assert cells
+        assert all(cell.endswith(" GB") for cell in cells)
+    sizes = re.findall(r'data-label="FLOPs">(.*?)</td>', text)
+    assert sizes
+    assert all(re.fullmatch(r"\d\.\d\d · 10<sup>\d+</sup>", size) for size in sizes)
+    assert not re.search(r">-\d", text)
+
+
 def test_no_case_predicts_its_own_time_and_a_page_without_records_says_so(tmp_path):
     text = plans.shown(tmp_path)
     assert "have not been planned yet" in text
@@ -211,8 +223,8 @@ def test_no_case_predicts_its_own_time_and_a_page_without_records_says_so(tmp_pa
     assert frame["predicted seconds"].tolist() == pytest.approx([4.0, 2.0])
     text = plans.shown(tmp_path)
     for fact in (
-        "Errors on X 9000: bytes -20 to +25 %",
-        "seconds -50 to +100 %",
+        "Errors on X 9000: bytes −20 to +25 %",
+        "seconds −50 to +100 %",
         "Not run: smollm2, c (pip install it)",
     ):
         assert fact in text
