@@ -90,7 +90,7 @@ def test_the_badge_follows_the_recorded_value(folder):
         page = pages.page("ledger", rows=rows, places=pages.Places(folder))
         assert f'<span class="verdict {kind}">{verdicts.LABELS[label]}</span>' in page
         assert f'data-verdict="{verdicts.LABELS[label]}"' in page
-        assert ("3 seeds" in page) == (sparse is not None)
+        assert ("3\N{NO-BREAK SPACE}seeds" in page) == (sparse is not None)
 
 
 def test_the_ledger_marks_what_survives_and_says_why_a_design_cannot_decide(folder):
@@ -271,12 +271,12 @@ def test_every_scale_has_a_line_smallest_first_and_folds_what_decides_nothing(fo
         r'"scale">(.*?)</span> .*?<b>(.*?)</b> \((.*?)\), (.*?)</p>', shown[0]
     )
     assert [(scale, effect, seeds) for scale, effect, _, seeds in lines] == [
-        ("1 M", "+10.0 points", "3 seeds"),
-        ("135 M", "+20.0 points", "3 seeds"),
+        ("1 M", "+10.0 points", "3\N{NO-BREAK SPACE}seeds"),
+        ("135 M", "+20.0 points", "3\N{NO-BREAK SPACE}seeds"),
     ]
     (live_line,) = re.findall(r"this build \(exploratory\): (.*?)</p>", folded[0])
     assert "<b>−20.0 points</b>" in live_line
-    assert "1 seed" in live_line
+    assert "1\N{NO-BREAK SPACE}seed" in live_line
     assert "this build" not in shown[0]
     assert "exploratory" not in folded[1]
     assert all(cell.count("<details>") == 1 for cell in folded)

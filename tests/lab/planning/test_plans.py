@@ -188,7 +188,7 @@ def test_each_cell_of_the_plans_gives_its_unit_and_large_numbers_their_power():
     for part in ("weights", "gradients", "moments", "beside", "FSDP2"):
         cells = re.findall(rf'data-label="{part}">(.*?)<', text)
         assert cells
-        assert all(cell.endswith(" GB") for cell in cells)
+        assert all(cell.endswith("&nbsp;GB") for cell in cells)
     sizes = re.findall(r'data-label="FLOPs">(.*?)</td>', text)
     assert sizes
     assert all(re.fullmatch(r"\d\.\d\d · 10<sup>\d+</sup>", size) for size in sizes)
