@@ -163,7 +163,7 @@ def test_experts_are_chosen_trained_and_merged_for_everybodys_tools(place):
     restored = esft.restore(tuned).state_dict()
     assert all(torch.equal(base[name], restored[name]) for name in base)
     ways = {way for _, way, _ in pd.concat(names["found"]).index}
-    assert ways == {"esft", "lora"}
+    assert ways == {"base", "esft", "lora"}
     tasks = {"own_train", "own_general"}
     assert all(set(table.index) == tasks for table in names["found"].values())
 

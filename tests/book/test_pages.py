@@ -489,8 +489,9 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
         assert f"Smallest effect of interest: {smallest}\n" in page
     assert "Run by" not in page
     assert "`rivals/rocket/accuracy less each rival's`" in page
-    assert "Command: `moebook study pesc --on fixed" in page
+    assert "Command of that day: `moebook study pesc --on fixed" in page
     assert "Seeds: 100-174; runs so far: 100–174\n" in page
+    assert "`moebook study pesc --on fixed --seeds 100-174 --repeat`" in page
     # A fifth seed ran that no head planned: it decides nothing.
     (row,) = (one for one in ledger if one.claim.id == "pesc.approximates-full-experts")
     decided = [one for verdict in row.verdicts for one in [verdict.deciding] if one]

@@ -29,7 +29,7 @@ def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
 
     # One column: beside a second one, its axis would have room for one number or two.
     lines = len(frame) + len(groups)  # a bar each, and one for a group's name
-    figure, axes = charts.single(0.17 * lines + 0.8)
+    figure, axes = charts.single(0.16 * lines + 0.8)
     handles = _bars(axes, groups)
     axes.set_xlabel(xlabel, fontsize=9)
     charts.entitle(figure, title)
@@ -91,7 +91,7 @@ def growth(
     is thick.
     """
     curves, looks = charts.arrays("growth", panels)
-    figure, cells = grid(list(panels), 3, 1.1, xlabel, ylabel, title)
+    figure, cells = grid(list(panels), 3, 1.0, xlabel, ylabel, title)
     handles: dict[str, Artist] = {}
     for axes, name, panel in zip(cells, panels, curves, strict=True):
         axes.set_title(charts.spoken(name), fontsize=8.5, pad=3)

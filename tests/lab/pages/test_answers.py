@@ -78,7 +78,7 @@ def test_the_toy_ends_as_the_primers_answers_say():
 def test_the_widths_and_totals_of_pescs_answers_are_those_of_the_figure():
     shown = re.search(r'(?s)application/json">(.*?)</script>', moving.sizes())
     hosts = json.loads(shown[1])["hosts"]
-    allowed, at_64 = {}, []
+    allowed, at_64, all_six = {}, [], set(range(1, 1025))
     for host in hosts:
         rest = host["dense"] + host["routers"]
         per_width = host["adapters"] / pesc.Config().adapter_width
@@ -88,9 +88,13 @@ def test_the_widths_and_totals_of_pescs_answers_are_those_of_the_figure():
             width for width, total in totals.items() if round(total / 1e9) == printed
         ]
         allowed[host["name"]] = fits
+        used_per_width = per_width * pesc.Config().top_k / pesc.Config().experts
+        used = host["printed"]["activated"] / 1e9
+        all_six &= {w for w in fits if round((rest + used_per_width * w) / 1e9) == used}
         at_64.append(totals[64] / 1e9)
     every = set.intersection(*map(set, allowed.values()))
     assert (min(every), max(every)) == (453, 596)
+    assert (min(all_six), max(all_six)) == (589, 596)
     narrowest = min(allowed, key=lambda name: len(allowed[name]))
     assert narrowest == "yi-34b"
     assert (allowed[narrowest][0], allowed[narrowest][-1]) == (452, 596)
