@@ -16,6 +16,7 @@ from moebook.lab.records import Run, Value, write_run
 from moebook.lab.records.runs import Curve
 from moebook.lab.records.store import Pool
 from moebook.methods import pesc, rocket
+from tests.toy import trained
 
 pytestmark = pytest.mark.browser
 BOOK = Path(__file__).parents[2] / "book"
@@ -227,18 +228,9 @@ def test_the_toy_router_collapses_without_a_balance_loss_and_not_with_one(moved)
         (3, 1.5, 0, 7),
         (1, 2, 0, 0),
     ):
-        logits = np.array(cells, float).reshape(8, 4)
-        skill = np.zeros(4)
-        for step in range(steps + 1):
-            p = np.exp(logits / temperature)
-            p /= p.sum(1, keepdims=True)
-            chosen = (-logits).argsort(1, kind="stable").argsort(1) < top
-            load = chosen.sum(0) / chosen.sum()
-            if step < steps:
-                skill = skill + 0.1 * load
-                gain = chosen * skill - strength * 4 * load
-                slope = p * (gain - (p * gain).sum(1, keepdims=True)) / temperature
-                logits = logits + 0.1 * (slope + slope.sum(0))
+        load, mean = trained(
+            cells, strength, temperature=temperature, steps=steps, top=top
+        )
         moves = {"strength of the balance loss": strength, "steps of training": steps}
         numbers = shown(
             moves | {"experts per token K": top, "temperature": temperature}
@@ -247,7 +239,7 @@ def test_the_toy_router_collapses_without_a_balance_loss_and_not_with_one(moved)
             f"{100 * x:.1f} %" for x in load
         )
         loss = float(numbers["balance loss (1 is even)"])
-        assert loss == pytest.approx(4 * load @ p.mean(0), abs=0.006)
+        assert loss == pytest.approx(4 * load @ mean, abs=0.006)
         loads.append(load)
     assert loads[0].max() == 1
     assert loads[1].min() > 0

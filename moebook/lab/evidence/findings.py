@@ -222,9 +222,9 @@ def headline(text: str, pools: Mapping[str, Pool]) -> str:
 
 
 def alike(readings: Mapping[str, str], pools: Mapping[str, Pool]) -> dict[str, str]:
-    """Name together those of whom a headline says the same: the words to "8 and 16".
+    """Group names by what a headline says of each: ``{"lead": "8 and 16", "trail": "4"}``.
 
-    ``readings`` are names to a reading, ``{lead | trail | tie with: effect}``.
+    ``readings`` gives each name's reading, such as ``{lead | trail | tie with: effect}``.
     """
     names: dict[str, list[str]] = {}
     for name, reading in readings.items():

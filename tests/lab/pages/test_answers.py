@@ -10,6 +10,7 @@ import pytest
 
 from moebook.lab.pages import moving
 from moebook.methods import pesc
+from tests.toy import trained
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,22 +28,6 @@ def toy():
     return np.array(cells, float).reshape(8, 4)
 
 
-def trained(strength, *, temperature=1.0, steps=100, top=1):
-    """The toy's loads and mean probabilities after so many steps, by the primer's text."""
-    logits, skill = toy(), np.zeros(4)
-    for step in range(steps + 1):
-        p = np.exp(logits / temperature)
-        p /= p.sum(1, keepdims=True)
-        chosen = (-logits).argsort(1, kind="stable").argsort(1) < top
-        load = chosen.sum(0) / chosen.sum()
-        if step < steps:
-            skill = skill + 0.1 * load
-            gain = chosen * skill - strength * 4 * load
-            slope = p * (gain - (p * gain).sum(1, keepdims=True)) / temperature
-            logits = logits + 0.1 * (slope + slope.sum(0))
-    return load, p.mean(0)
-
-
 def test_the_toys_first_step_is_worked_out_as_the_primer_writes_it():
     powers = np.exp(toy()[0])
     said = text_of("primer")
@@ -54,7 +39,7 @@ def test_the_toys_first_step_is_worked_out_as_the_primer_writes_it():
     assert f"in all ${powers.sum():.2f}$" in said
     shares = [f"{share:.2f}" for share in powers / powers.sum()]
     assert f"{', '.join(shares[:3])} and {shares[3]}, and expert 1" in said
-    load, mean = trained(0.0, steps=0)
+    load, mean = trained(toy(), 0.0, steps=0)
     assert f"f = ({', '.join(f'{8 * one:.0f}' for one in load)})/8" in said
     assert f"P = ({', '.join(f'{one:.3f}' for one in mean)})" in said
     slots = zip(8 * load, mean, strict=True)
@@ -65,14 +50,14 @@ def test_the_toys_first_step_is_worked_out_as_the_primer_writes_it():
 
 
 def test_the_toy_ends_as_the_primers_answers_say():
-    start, _ = trained(0.0, steps=0)
+    start, _ = trained(toy(), 0.0, steps=0)
     assert start[0] == max(start) == 3 / 8
-    assert trained(0.0)[0][0] == 1  # expert 1 serves all
+    assert trained(toy(), 0.0)[0][0] == 1  # expert 1 serves all
     for temperature, needed in ((1.0, 0.25), (2.0, 0.45)):
         for strength in np.arange(0, 21) / 20:  # the steps of the figure's handle
-            load, _ = trained(strength, temperature=temperature)
+            load, _ = trained(toy(), strength, temperature=temperature)
             assert (load.min() > 0) == (strength >= needed), (temperature, strength)
-    assert trained(0.0, top=2)[0].max() == 1 / 2
+    assert trained(toy(), 0.0, top=2)[0].max() == 1 / 2
 
 
 def test_the_widths_and_totals_of_pescs_answers_are_those_of_the_figure():

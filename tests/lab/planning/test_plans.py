@@ -292,3 +292,15 @@ def test_lists_are_counted_without_their_empty_parts():
     given = values("rocket", "cpu", arms="mixture", rates="0.001,0.003")
     again = plans.trainings("rocket", given | {"rates": "0.001,0.003, "})
     assert again[0].turns == plans.trainings("rocket", given)[0].turns
+
+
+def test_the_plans_give_a_lora_less_memory_than_esft_as_the_page_on_methods_says():
+    text = (ROOT / "book" / "which_method.md").read_text(encoding="utf-8")
+    assert "[the plan](plan.md) gives LoRA less memory than ESFT" in text
+    record = json.loads((ROOT / plans.RECORD).read_text(encoding="utf-8"))
+    totals = {}
+    for asked in record["plans"]:
+        need = asked["own"]["layouts"]["DDP, checkpointing"]
+        held = [size for part, size in need.items() if part != "paged"]
+        totals[asked["setting"]] = sum(held)
+    assert totals["LoRA of DeepSeek-V2-Lite, one task"] < totals["ESFT-Gate, one task"]
