@@ -13,6 +13,7 @@ import pytest
 from docutils import nodes
 from matplotlib.figure import Figure
 
+from moebook import storage
 from moebook.lab import papers, plotting
 from moebook.lab.evidence import findings, heads, verdicts
 from moebook.lab.pages import extension, generated, pages
@@ -290,10 +291,16 @@ def test_seeds_in_a_row_are_written_as_a_span():
 
 
 def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder):
+    telling = {
+        "cell_type": "markdown",
+        "source": ["## Above the dense one?\n"],
+        "metadata": {"claims": [CLAIM.id]},
+    }
     write(
         folder / "book" / "notebooks" / "01_pesc_findings.ipynb",
-        '{"nbformat": 4, "cells": []}',
+        json.dumps({"nbformat": 4, "cells": [telling]}),
     )
+    section = "notebooks/01_pesc_findings.html#above-the-dense-one"
     for pool, committed in ((_pool(0.8, tier="cpu"), False), (_pool(0.8), True)):
         page = pages.page(
             "ledger", rows=[verdicts.row(CLAIM, [pool])], places=pages.Places(folder)
@@ -302,16 +309,51 @@ def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder):
         assert re.search(
             r'href="https://example.org/r/blob/b/moebook/methods/pesc/\w', page
         )
-        assert ('href="notebooks/01_pesc_findings.html"' in page) == committed
+        assert (f'href="{section}"' in page) == committed
+    built_from = storage.commit(ROOT)
+    branch = f"/blob/{built_from['id'] if built_from else 'main'}/"
     for claim in {claim.function: claim for claim in papers.claims()}.values():
-        file, _, line = (
-            pages.Places(ROOT).code(claim).partition("/blob/main/")[2].partition("#L")
-        )
+        code = pages.Places(ROOT).code(claim)
+        file, _, line = code.partition(branch)[2].partition("#L")
         lines = (ROOT / file).read_text().splitlines()[int(line) - 1 :]
         first = next(text for text in lines if not text.startswith("@"))
         assert re.match(rf"(def|class) {claim.function.rpartition('.')[2]}\b", first), (
             file
         )
+
+
+def test_sections_of_findings_name_claims_of_their_notebook_once():
+    notebooks = {claim.id: claim.notebook for claim in papers.claims()}
+    told = []
+    for path in sorted((ROOT / "notebooks").glob("*_findings.ipynb")):
+        for cell in storage.read_ipynb(path)["cells"]:
+            claims = cell["metadata"].get("claims", [])
+            for claim in claims:
+                assert f"{notebooks[claim]}_findings" == path.stem, claim
+            assert not claims or re.search("^## ", cell["source"], re.MULTILINE)
+            told += claims
+    assert len(told) == len({*told}) > 0
+
+
+def test_the_effects_of_a_verdict_are_listed_seed_by_seed(folder):
+    row = _row("pesc.x", _pool(0.8))
+    (verdict,) = row.verdicts
+    assert pages.seed_by_seed(verdict.shown) == "0: +29.5, 1: +30.0, 2: +30.5 points"
+    assert sum(verdict.shown.by_seed.values()) / 3 == pytest.approx(
+        verdict.shown.effect
+    )
+    page = pages.page("ledger", rows=[row], places=pages.Places(folder))
+    assert "<p>seed by seed: 0: +29.5, 1: +30.0, 2: +30.5 points</p>" in page
+
+
+def test_what_a_study_compares_is_said_of_rivals_and_of_what_is_no_value():
+    said = {
+        "pesc/sparse/nll less pesc/dense/nll": "loss, sparse less dense",
+        "rivals/rocket/accuracy less each rival's": "rocket accuracy less each rival's",
+        "pesc/a/recovered less 0.9": "a recovered, above the bound of 0.9",
+        "each arm's nats less those of nano": "each arm's nats less those of nano",
+    }
+    assert {measure: pages.compared(measure) for measure in said} == said
 
 
 def test_the_summary_counts_every_claim_once(folder):
@@ -388,12 +430,14 @@ def test_the_audit_shows_every_finding_and_folds_those_of_one_cause():
     page = pages.audit(found)
     assert all(f"row {number}" in page for number in (0, 1, 2, 9))
     assert page.count("and 2 more") == 1
+    assert "<p>a &lt;mean&gt;; row 1 1.0 (1.1); row 2 1.0 (1.1)</p>" in page
+    assert "its cells give 1.1; as it should." in page  # alone it needs no fold
     assert "a &lt;mean&gt;" in page
     assert "<mean>" not in page
     same = replace(found[0], kind="same quantity", group="Table 2")
     page = pages.audit([found[0], same])
-    assert "it prints 1.0, its cells give 1.1." in page
-    assert "it prints 1.0, and elsewhere 1.1 for the same quantity." in page
+    assert "it prints 1.0, its cells give 1.1; a &lt;mean&gt;." in page
+    assert "it prints 1.0, elsewhere 1.1; a &lt;mean&gt;." in page
     name = Finding("pesc", "row 0", "name", "A", "B", "differs", "all equal", "row 0")
     counts = re.findall(r"<td[^>]*>(\d+)</td>", pages.audit([*found, name]))
     assert counts == ["4", "1", "0", "0", "3", "1"]
@@ -475,6 +519,11 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
     tuned = page.partition("PESC: tuned</a>")[2].partition("</tr>")[0]
     assert "decides nothing (exploratory)" in tuned
     assert "5 seeds" in tuned
+    titles = re.findall(r":::{dropdown} (.*)\n", page)
+    assert "PESC: `decay` · accuracy, sparse less dense" in titles
+    assert "PESC: `tuning` · learning rates of `fixed`" in titles
+    assert all(" · " in title for title in titles)
+    assert len(titles) == len({*titles})
     assert (
         ":::{dropdown} PESC: `decay`" in page
         and "`pesc/sparse/accuracy less pesc/dense/accuracy`" in page

@@ -15,7 +15,7 @@ from moebook import storage
 from moebook.errors import nearest, refuse
 from moebook.intervals import interval
 from moebook.lab import papers, plotting, records
-from moebook.lab.evidence import prose
+from moebook.lab.evidence import heads, prose
 from moebook.lab.evidence.verdicts import (
     LABELS,
     Measurement,
@@ -27,6 +27,7 @@ from moebook.lab.evidence.verdicts import (
     side,
     span,
 )
+from moebook.lab.papers import Claim
 from moebook.lab.plotting.charts import COLUMNS
 from moebook.lab.records import store
 from moebook.lab.records.runs import Curve
@@ -117,9 +118,43 @@ def notes(measured: Measurement) -> list[str]:
     elif measured.smallest and not measured.side:
         least = amount(claim, measured.smallest).lstrip("+")
         said = f"these runs could have seen {least} or more"
-    names = claim.values if claim.arms is None else [claim.arms]
-    held = measured.pool.at_end(*names)
-    return [*filter(None, [said, _sizes(measured), *_tasks(measured), held])]
+    held = measured.pool.at_end(*_named(claim))
+    remarks = [said, _sizes(measured), *_tasks(measured), _untuned(measured), held]
+    return [*filter(None, remarks)]
+
+
+def _named(claim: Claim) -> Sequence[str | float | None]:
+    """Return the names in which the arms stand whose rates a claim depends on."""
+    return claim.values if claim.arms is None else [claim.arms]
+
+
+def _untuned(measured: Measurement) -> str:
+    """Say which arms had one rate that no study chose, or none."""
+    pool = measured.pool
+    tried = pool.tried(*_named(measured.claim))
+    given = [arm for arm, chose in tried.items() if not chose]
+    if not given or pool.tier not in store.COMMITTED or _tuned_by(pool):
+        return ""
+    return f"{' and '.join(given)} had no choice of rate"
+
+
+def _tuned_by(pool: Pool) -> list[str]:
+    """Name the studies that fixed the rates of a pool before its first run."""
+    folder = storage.root()
+    if pool.notebook not in sources.paths(folder):
+        return []
+    return heads.tuned_by(sources.find(folder, pool.notebook), pool.protocol)
+
+
+def rates(measured: Measurement) -> str:
+    """Say how a claim's arms came by their rates: in each run, or by studies before it."""
+    tried = measured.pool.tried(*_named(measured.claim))
+    told = ["rates chosen in each run"] if any(tried.values()) else []
+    if not all(tried.values()):
+        studies = _tuned_by(measured.pool)
+        if studies:
+            told.append(f"rates fixed beforehand by {' and '.join(studies)}")
+    return "; ".join(told)
 
 
 def _sizes(measured: Measurement) -> str:
@@ -172,7 +207,7 @@ def numbers(best: Measurement) -> str:
     """The effect with its interval and seeds; where the paper gives a bound, what was measured."""
     claim = best.claim
     effect = best.effect
-    ends = best.interval
+    ends = best.bounded
     bound = ""
     if isinstance(claim.reference, (int, float)):
         # The effect is the distance from the bound: what was measured is the sum of the two.
@@ -255,7 +290,7 @@ def _point(verdict: Verdict, line: str) -> list[object]:
     def drawn(value: float) -> float:
         return turn * (value - shift)
 
-    low, high = sorted(map(drawn, measured.ends))
+    low, high = sorted(map(drawn, measured.bounded or measured.ends))
     printed = None if claim.claimed is None else drawn(claim.claimed)
     sure = verdict.deciding is not None and measured.enough and measured.side != 0
     value = drawn(measured.effect)

@@ -15,12 +15,14 @@ from moebook import lists, storage
 from moebook.errors import refuse
 from moebook.intervals import sees
 from moebook.lab.evidence import prose
+from moebook.lab.evidence.verdicts import quantity
 from moebook.lab.records import store
 from moebook.lab.records.store import Pool
 from moebook.lab.run import sources
 from moebook.lab.run.sources import duration
 
 MARK = "Decided before the first run."
+UNDECIDING = "It decides no claim."  # says a study that chooses rates for others
 PRIMARY = sources.PRIMARY
 SMALLEST = sources.SMALLEST
 SEEDS = sources.SEEDS
@@ -58,6 +60,7 @@ def read(folder: Path) -> list[Design]:
             facts |= _departures(folder, notebook, protocol, pool)
             if RUNNING in facts:
                 facts.pop("Found", None)  # nobody looks before all is there
+            _give_unit(facts, pools.values())
             arms = str(notebook.settings(protocol).get("arms", "")).split(",")
             every.append(
                 Design(
@@ -81,6 +84,19 @@ def read(folder: Path) -> list[Design]:
 def planned(notebook: sources.Notebook) -> list[str]:
     """Return the protocols whose heads were written before the runs: each has a design."""
     return [one for one in notebook.protocols if MARK in notebook.head(one)]
+
+
+def tuned_by(notebook: sources.Notebook, protocol: str) -> list[str]:
+    """Name the studies that fixed a protocol's rates before its first run.
+
+    They are those that its head names and whose own heads say that they decide no claim.
+    """
+    head = " ".join(notebook.head(protocol))
+    if UNDECIDING in head:
+        return []
+    named = dict.fromkeys(re.findall(r"`(\w+)`", head))
+    studies = [study for study in notebook.protocols if study in named]
+    return [one for one in studies if UNDECIDING in " ".join(notebook.head(one))]
 
 
 def _prose(head: Iterable[str]) -> str:
@@ -247,6 +263,25 @@ def _rows_that_ran(measure: str, ran: Pool | None) -> int:
         return 0
     effects = ran.effects(value, prose.reference(other))
     return effects.shape[1] if len(effects) and effects.shape[1] > 1 else 0
+
+
+def _give_unit(facts: dict[str, str], pools: Iterable[Pool]) -> None:
+    """Write the smallest effect in the unit in which runs record the primary measure."""
+    value = facts.get(PRIMARY, "").partition(" less ")[0]
+    unit = _unit(value.rpartition("/")[2], pools)
+    smallest = facts.get(SMALLEST, "")
+    if unit and re.fullmatch(r"[\d.]+", smallest):
+        told = quantity(float(smallest), unit, compared=True)
+        facts[SMALLEST] = told.removeprefix("+")
+
+
+def _unit(measure: str, pools: Iterable[Pool]) -> str:
+    """Return the unit that runs record a measure in, such as ``nll``; empty where none has it."""
+    for pool in pools:
+        for value in pool.last.values:
+            if value.name.endswith(f"/{measure}"):
+                return value.unit
+    return ""
 
 
 def _computed(

@@ -72,6 +72,29 @@ class Measurement:
         return None if self.exact else interval(self.effects)
 
     @property
+    def bounded(self) -> tuple[float, float] | None:
+        """The interval cut where the unit ends: a share lies in 0 to 1."""
+        if self.interval is None:
+            return None
+        unit = self.claim.unit
+        reference = self.claim.reference
+        if isinstance(reference, int | float):
+            # The effect is the distance from a bound: the unit ends as far from it.
+            low, high = self.interval
+            value = (low + reference, high + reference)
+            low, high = records.within(unit, value)
+            return low - reference, high - reference
+        compared = reference is not None
+        return records.within(unit, self.interval, is_difference=compared)
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        """Mean effect of each seed; their mean is the effect."""
+        seeds = sorted(self.pool.having(*self.claim.values))
+        means = map(float, self.effects.mean(axis=1))
+        return dict(zip(seeds, means, strict=True))
+
+    @property
     def ends(self) -> tuple[float, float]:
         """Lower and upper end of what is known: the interval, else the effect alone."""
         return self.interval or (self.effect, self.effect)

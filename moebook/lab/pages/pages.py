@@ -18,7 +18,15 @@ from moebook.errors import refuse
 from moebook.intervals import another
 from moebook.lab import records
 from moebook.lab.evidence import findings, heads, verdicts
-from moebook.lab.evidence.verdicts import Row, Verdict, amount, quantity, seeds, span
+from moebook.lab.evidence.verdicts import (
+    Measurement,
+    Row,
+    Verdict,
+    amount,
+    quantity,
+    seeds,
+    span,
+)
 from moebook.lab.pages.filling import ENVIRONMENT, page
 from moebook.lab.papers import Claim
 from moebook.lab.papers.arithmetic import STATUSES, Finding
@@ -102,6 +110,16 @@ def bound(claim: Claim) -> str:
     return f"{less}; as a check, it must fail for {who}"
 
 
+def seed_by_seed(measured: Measurement) -> str:
+    """List the effects whose mean a verdict is, a seed each, with their unit once."""
+    numbers: list[str] = []
+    unit = ""
+    for seed, effect in measured.by_seed.items():
+        number, _, unit = amount(measured.claim, effect).partition(" ")
+        numbers.append(f"{seed}: {number}")
+    return f"{', '.join(numbers)} {unit}".strip()
+
+
 QUANTITIES = {"nll": "loss", "cost/step": "time of a step"}
 
 
@@ -113,10 +131,14 @@ def compared(measure: str) -> str:
         first, _, name = compared(f"{value} less {one}").rpartition(" ")
         second = compared(f"{value} less {two}").rpartition(" ")[2]
         return f"{first} the mean of {name} and {second}"
+    if "/" not in value:
+        return measure
     parts = value.split("/")
     others = other.split("/")
-    if len(parts) != len(others):  # a number, such as a bound
+    if len(parts) != len(others):
         what = " ".join(parts[1:]).replace("_", " ")
+        if not re.fullmatch(r"[\d.]+", other):
+            return f"{what} less {other}"
         return what if other == "0" else f"{what}, above the bound of {other}"
     pairs = enumerate(zip(parts, others, strict=True))
     differing = [place for place, (one, two) in pairs if one != two]
@@ -186,6 +208,7 @@ for thing in (
     labels_by_scale,
     last_seed,
     scales_of,
+    seed_by_seed,
     seeds,
     span,
     spans,
@@ -194,6 +217,7 @@ for thing in (
     findings.intervals,
     findings.notes,
     findings.power,
+    findings.rates,
 ):
     ENVIRONMENT.globals[thing.__name__] = thing
 ENVIRONMENT.globals.update(
@@ -218,13 +242,18 @@ class Places:
         claim = row.claim
         pooled = any(one.pool.tier in COMMITTED for one in row.measurements)
         links = {
-            "findings": self._page(f"{claim.notebook}_findings") if pooled else None,
+            "findings": self._findings(claim) if pooled else None,
             "notebook": self._page(claim.notebook, self._anchors.get(claim.value, "")),
             claim.function.removeprefix("moebook.").removeprefix("methods."): self.code(
                 claim
             ),
         }
         return {text: url for text, url in links.items() if url}
+
+    def _findings(self, claim: Claim) -> str | None:
+        """Return the address of the section of the findings that tells a claim, or their page."""
+        name = f"{claim.notebook}_findings"
+        return self._page(name, self._sections.get(claim.id, ""))
 
     def _page(self, name: str, anchor: str = "") -> str | None:
         copy = self.folder / "book" / "notebooks" / f"{name}.ipynb"
@@ -234,20 +263,39 @@ class Places:
     def _anchors(self) -> dict[str, str]:
         """Recorded value to the heading above its cell, over all executed copies."""
         anchors: dict[str, str] = {}
+        for stem, cells in self._cells.items():
+            for heading, cell in cells:
+                for output in cell.get("outputs", []):
+                    value = output.get("data", {}).get(VALUE)
+                    if value:
+                        name = restored(Value, value, f"{stem}.ipynb").name
+                        anchors.setdefault(name, heading)
+        return anchors
+
+    @cached_property
+    def _sections(self) -> dict[str, str]:
+        """Claim to the heading of the section that names it in its metadata."""
+        sections: dict[str, str] = {}
+        for cells in self._cells.values():
+            for heading, cell in cells:
+                claims = cell.get("metadata", {}).get("claims", ())
+                sections |= dict.fromkeys(claims, heading)
+        return sections
+
+    @cached_property
+    def _cells(self) -> dict[str, list[tuple[str, Any]]]:
+        """Cells of each executed copy, each behind the heading above it."""
+        pages: dict[str, list[tuple[str, Any]]] = {}
         for path in storage.files.own(self.folder / "book" / "notebooks", "*.ipynb"):
             heading = ""
+            cells = pages.setdefault(path.stem, [])
             for cell in storage.read_ipynb(path)["cells"]:
                 titles = re.findall(r"^#{2,} +(.+)$", cell["source"], re.MULTILINE)
                 if cell["cell_type"] == "markdown" and titles:
                     words = re.sub(r"[^a-z0-9]+", "-", titles[-1].lower())
                     heading = "#" + words.strip("-")
-                for output in cell.get("outputs", []):
-                    value = output.get("data", {}).get(VALUE)
-                    if value:
-                        anchors.setdefault(
-                            restored(Value, value, path.name).name, heading
-                        )
-        return anchors
+                cells.append((heading, cell))
+        return pages
 
     def code(self, claim: Claim) -> str:
         """Return the address of the line that defines a claim's function."""
@@ -255,10 +303,12 @@ class Places:
 
     @cached_property
     def _repository(self) -> str:
+        """The address of the code at the commit that the book is made from, if git knows it."""
+        built_from = storage.commit(self.folder)
         with storage.formed(self.folder / "_config.yml") as config:
-            return (
-                f"{config['repository']['url']}/blob/{config['repository']['branch']}"
-            )
+            repository = config["repository"]
+            at = built_from["id"] if built_from else repository["branch"]
+            return f"{repository['url']}/blob/{at}"
 
 
 @cache
@@ -330,34 +380,25 @@ def designs(folder: Path, rows: Sequence[Row]) -> str:
     """
     by_id = {row.claim.id: row for row in rows}
     counted: dict[tuple[str, str], list[tuple[str, int]]] = {}
-    every = [_with_unit(design, folder) for design in heads.read(folder)]
+    every = heads.read(folder)
     for design in every:
         if design.pool and heads.RUNNING not in design.facts:
             theirs = [_label(by_id[claim], design.pool) for claim in design.decides]
             counted[design.notebook, design.protocol] = Counter(theirs).most_common()
-    return page("designs", designs=every, counted=counted)
+    about = _about(folder)
+    return page("designs", designs=every, counted=counted, about=about)
 
 
-def _with_unit(design: heads.Design, folder: Path) -> heads.Design:
-    """Give a design's smallest effect the unit in which its runs record it."""
-    facts = dict(design.facts)
-    measure = facts.get(heads.PRIMARY, "")
-    pools = store.pools(design.notebook, folder)
-    unit = _unit(measure.partition(" less ")[0].rpartition("/")[2], pools.values())
-    smallest = facts.get(heads.SMALLEST, "")
-    if unit and re.fullmatch(r"[\d.]+", smallest):
-        told = quantity(float(smallest), unit, compared=True)
-        facts[heads.SMALLEST] = told.removeprefix("+")
-    return design._replace(facts=facts)
-
-
-def _unit(quantity: str, pools: Iterable[Pool]) -> str:
-    """Return the unit that runs record a quantity in, such as ``nll``; empty where none has it."""
-    for pool in pools:
-        for value in pool.last.values:
-            if value.name.endswith(f"/{quantity}"):
-                return value.unit
-    return ""
+def _about(folder: Path) -> dict[tuple[str, str], str]:
+    """Say of each study in a few words what it compares, or whose learning rates it chooses."""
+    about: dict[tuple[str, str], str] = {}
+    for name, notebook in sources.notebooks(folder).items():
+        for protocol in heads.planned(notebook):
+            measure = notebook.facts(protocol).get(heads.PRIMARY, "")
+            about.setdefault((name, protocol), compared(measure))
+            for study in heads.tuned_by(notebook, protocol):
+                about[name, study] = f"learning rates of `{protocol}`"
+    return about
 
 
 def _label(row: Row, pool: Pool) -> str:

@@ -234,18 +234,23 @@ class Pool:
                 losses[rate] = losses.get(rate, 0.0) + value.value
         return rates
 
-    def at_end(self, *names: str | float | None) -> str:
-        """Say which arms in values' names had most seeds at one end of their rates, or no choice.
+    def tried(self, *names: str | float | None) -> dict[str, bool]:
+        """Say of each arm in values' names whether its runs chose among several rates."""
+        words = dict.fromkeys("/".join(map(str, names)).split("/"))
+        tried: dict[str, bool] = {}
+        for arm in words:
+            grids = self.rates.get(arm, {}).values()
+            if arm in self.arms or grids:
+                tried[arm] = any(len(grid) > 1 for grid in grids)
+        return tried
 
-        With another rate such an arm may do better. Rates that the protocol fixes for
-        each arm were chosen in runs of their own.
+    def at_end(self, *names: str | float | None) -> str:
+        """Say which arms in values' names had most seeds at one end of their rates.
+
+        With another rate such an arm may do better.
         """
         words = dict.fromkeys("/".join(map(str, names)).split("/"))
-        untried = [arm for arm in words if arm in self.arms and arm not in self.rates]
-        chosen_before = any(run.settings.get("fixed_rates") for run in self.runs)
         remarks: list[str] = []
-        if untried and self.tier in COMMITTED and not chosen_before:
-            remarks.append(f"{' and '.join(untried)} had no choice of rate")
         for which, extreme in (("lowest", min), ("highest", max)):
             liked: list[str] = []
             for arm in words:

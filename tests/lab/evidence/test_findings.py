@@ -359,7 +359,13 @@ def test_an_end_of_the_grid_of_rates_is_told_of_the_arms_that_most_seeds_took_it
     liked = (
         "a (1 of 1 seeds) preferred the highest rate we tried and may be under-tuned"
     )
-    assert told == f"b had no choice of rate; {liked}"
+    assert told == liked
+    assert several.tried("pesc/b/accuracy", "pesc/a/accuracy", 0.5) == {
+        "b": False,
+        "a": True,
+    }
+    alone = Pool("pesc", "nano", runs[1:])
+    assert alone.tried("pesc/a/accuracy") == {"a": False}  # one rate is no choice
     alike = [
         replace(value, name=value.name.replace("/a/", "/c/"))
         for value in runs[0].values
@@ -370,16 +376,47 @@ def test_an_end_of_the_grid_of_rates_is_told_of_the_arms_that_most_seeds_took_it
     )
     both = Pool("pesc", "nano", (run_of_both,)).at_end("pesc/a/c")
     assert both == liked.replace(" preferred", ", c (1 of 1 seeds) preferred")
-    by_others = replace(runs[0], settings={"fixed_rates": "a=0.01,b=0.01"})
-    told = Pool("pesc", "nano", (by_others,)).at_end(
-        "pesc/b/accuracy", "pesc/a/accuracy"
-    )
-    assert told == liked
     inside = run(
         3, **{"0.1/one": 2.0, "0.1/two": 2.0, "1/one": 1.0, "1/two": 1.0, "9/one": 3.0}
     )
     runs += inside, run(4, **{"0.1": 2.0, "1": 1.0, "9": 3.0})
     assert not Pool("pesc", "nano", runs).at_end("pesc/a/accuracy", None, 0.5)
+
+
+def test_it_is_told_how_arms_came_by_their_rates(ledger):
+    """Chosen in each run, fixed by a study before it, or one rate that nobody chose."""
+    rows = {one.claim.id: one for one in ledger}
+    told = {
+        "esft.default-threshold-is-enough": "rates chosen in each run",
+        "esft.gate-beats-lora-of-equal-size": (
+            "rates fixed beforehand by equal_sizes_tuning"
+        ),
+        "pesc.adapters-recover-half-of-the-lead": (
+            "rates fixed beforehand by eq6_tuning"
+        ),
+        "pesc.sparse-beats-dense": "rates fixed beforehand by tuning",
+        "rocket.four-experts-beat-two": "",
+    }
+    untuned = "mixture and experts2 had no choice of rate"
+    for name, rates in told.items():
+        measured = rows[name].at(findings.SMALL).shown
+        assert findings.rates(measured) == rates, name
+        assert (untuned in findings.notes(measured)) == (not rates)
+        assert rates == "" or "no choice" not in " ".join(findings.notes(measured))
+
+
+def test_each_study_that_chooses_rates_for_others_is_named_by_one_that_takes_them():
+    choosing = set()
+    named = set()
+    for name, notebook in sources.notebooks(storage.root()).items():
+        for protocol in heads.planned(notebook):
+            if heads.UNDECIDING in " ".join(notebook.head(protocol)):
+                choosing.add((name, protocol))
+            else:
+                studies = heads.tuned_by(notebook, protocol)
+                named |= {(name, study) for study in studies}
+    assert named == choosing
+    assert ("esft", "paper_sizes_tuning_low") in named
 
 
 def test_a_claim_that_presupposes_another_is_not_tested_while_that_has_not_held(
@@ -472,6 +509,17 @@ def test_an_interval_of_a_difference_of_shares_ends_at_100_points():
     measures = {"other": "toy/other", "one": "toy/one"}
     (line,) = findings.changes(both, ["any"], measures).itertuples()
     assert line.change == "−50.0 points (−100.0 to 100.0)"
+
+
+def test_the_interval_of_a_claim_ends_where_its_unit_does():
+    wide = only(ruled("wide", 0.48, -0.48, 0.48))
+    assert wide.interval[0] < -1 and wide.interval[1] > 1
+    assert "95 % from −100.0 to +100.0 points" in findings.numbers(wide)
+    shares = replace(CLAIM, reference=0.9, unit="share")
+    bound = only(decided(shares, pool(0.09, -0.5, 0.05, claim=shares)))
+    assert bound.interval[1] > 0.1
+    assert bound.bounded == pytest.approx((-0.9, 0.1))
+    assert "above 90.0 % (95 % from 0.0 to 100.0 %" in findings.numbers(bound)
 
 
 def test_what_a_head_names_between_braces_is_written_from_the_pools():
