@@ -1,17 +1,19 @@
 """The reference's pages, one a package: `python -m recipes.reference` writes book/reference*.md.
 
 What is public is what ``__all__`` of a package names, and of the modules that it names. The pages
-hold tables of these, but for constants, which autosummary would describe by their types; Sphinx
-fills in the docstrings when the book is built.
+hold tables of these, but for constants; Sphinx fills in the docstrings when the book is built.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moebook.storage import write
+from recipes import codes
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -29,7 +31,7 @@ PACKAGES = {
     "moebook.together": "The methods on one base and one budget",
     "moebook.analysis": "What routers do",
     "moebook.lab.planning": "What a training needs, before it runs",
-    "moebook.errors": "Refusals",
+    "moebook.errors": "Refusals, and what each code means",
 }
 INDEX = """\
 # Reference
@@ -43,7 +45,7 @@ losses are in nats, sizes in bytes, durations in seconds, shares in [0, 1].
 """
 NOTE = """
 Bad input ends in a `moebook.errors.Refusal`, one line that says what is wrong, where, and what was
-expected.
+expected. It begins with a code; [what each means](reference_errors.md) stands in a table.
 """
 
 
@@ -95,14 +97,38 @@ def page(package: str) -> str:
             and each not in internal
             and not each.isupper()
         ]
-        listed = "".join(f"   {each}\n" for each in names)
         heading = "" if module == package else f"\n## {module}\n"
-        table = f".. autosummary::\n   :nosignatures:\n\n{listed}\n" if names else ""
+        table = _names(module, names) if names else ""
         parts.append(
             f"{heading}\n```{{eval-rst}}\n.. currentmodule:: {module}\n\n{table}"
             f".. automodule:: {module}\n   :members:\n   :no-value:\n```\n"
         )
+    if package == "moebook.errors":
+        parts.append(_codes("Refusals", codes.REFUSALS))
+        parts.append(_codes("Warnings", codes.WARNINGS))
     return "".join(parts)
+
+
+def _names(module: str, names: list[str]) -> str:
+    """Write the table of a module's names, each with the first line of its docstring."""
+    loaded = importlib.import_module(module)
+    rows = ["   * - name\n     - what it is or does\n"]
+    for name in names:
+        text = inspect.getdoc(getattr(loaded, name)) or ""
+        first = text.partition("\n")[0]
+        rows.append(f"   * - :py:obj:`{name}`\n     - {first}\n")
+    options = "   :class: autosummary\n   :header-rows: 1\n   :widths: 10 90\n"
+    return f".. list-table::\n{options}\n{''.join(rows)}\n"
+
+
+def _codes(heading: str, meanings: Mapping[str, tuple[str, str]]) -> str:
+    """Write the table of codes: what each means, and what to do."""
+    rows = [
+        f"| `{code}` | {meaning} | {fix} |\n"
+        for code, (meaning, fix) in sorted(meanings.items())
+    ]
+    head = "| code | what it means | what to do |\n|---|---|---|\n"
+    return f"\n## {heading}\n\n{head}{''.join(rows)}"
 
 
 def file(package: str) -> str:

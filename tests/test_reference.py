@@ -1,6 +1,7 @@
 """The reference: its pages name what is public; every public name tells shapes and units."""
 
 import ast
+import dataclasses
 import doctest
 import importlib
 import inspect
@@ -8,9 +9,10 @@ import re
 from itertools import pairwise
 
 import pytest
+from sphinx.pycode import ModuleAnalyzer
 
 from moebook.lab.pages import extension
-from recipes import reference
+from recipes import codes, reference
 
 ROOT = reference.ROOT
 ARRAYS = ("Tensor", "ndarray", "Array")
@@ -92,8 +94,35 @@ def test_the_pages_are_those_of_all_that_is_public():
 def test_a_table_lists_no_module_that_has_no_entry_below_it():
     """Rocket's `case` is a module without ``__all__``; `kernels.route` is a function, too."""
     pages = reference.pages()
-    assert "   case\n" not in pages["reference_methods_rocket"]
-    assert "   route\n" in pages["reference_kernels"]
+    assert ":py:obj:`case`" not in pages["reference_methods_rocket"]
+    assert ":py:obj:`route`" in pages["reference_kernels"]
+
+
+def test_every_table_has_a_head_and_says_of_each_name_one_whole_sentence():
+    text = "\n".join(reference.pages().values())
+    assert "autosummary::" not in text
+    tables = text.count(".. list-table::")
+    assert tables == text.count("   :header-rows: 1\n") > 30
+    told = re.findall(r"- :py:obj:`\w+`\n     - (.*)", text)
+    assert [line for line in told if not re.search(r"[.]$", line)] == []
+
+
+CODE = re.compile(r"([EW]-[A-Z]+)(?:$|: )")
+
+
+def test_the_tables_of_codes_hold_every_code_that_the_project_gives():
+    given = set()
+    for folder in ("moebook", "recipes", "workshop"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name == "codes.py":
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                text = node.value if isinstance(node, ast.Constant) else None
+                if isinstance(text, str) and (found := CODE.match(text)):
+                    given.add(found[1])
+    assert {*codes.REFUSALS, *codes.WARNINGS} == given
+    page = reference.pages()["reference_errors"]
+    assert all(f"\n| `{code}` | " in page for code in given)
 
 
 def test_a_page_says_once_what_its_package_is_for():
@@ -117,6 +146,40 @@ def test_every_public_name_is_there_and_tells_its_shapes_and_units():
             for member, function in members(value):
                 if problem := lacks(function, beside=of_class):
                     problems.append(f"{module}.{name}.{member} lacks {problem}")
+    assert problems == []
+
+
+def fields(value):
+    """Return the fields of a class of ours, by name; none where it keeps none."""
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    return list(getattr(value, "_fields", ()))
+
+
+def test_every_field_of_a_public_class_has_a_text():
+    """Below ``Attributes`` of its class, or in a comment that begins with ``#:``."""
+    problems = []
+    for module, name, value in public():
+        if not inspect.isclass(value):
+            continue
+        told = re.findall(r"(?m)^    ([\w, ]+): ", inspect.getdoc(value))
+        known = {field for line in told for field in line.split(", ")}
+        for kind in inspect.getmro(value):
+            if kind.__module__.startswith("moebook"):
+                comments = ModuleAnalyzer.for_module(kind.__module__).find_attr_docs()
+                of_class = {
+                    field: text
+                    for (owner, field), text in comments.items()
+                    if owner == kind.__name__
+                }
+                known |= of_class.keys()
+                # Napoleon would take what stands before a colon for a type.
+                colons = [
+                    field for field, text in of_class.items() if ":" in "".join(text)
+                ]
+                problems += [f"{module}.{name}.{field} has a colon" for field in colons]
+        missing = [field for field in fields(value) if field not in known]
+        problems += [f"{module}.{name}.{field}" for field in missing]
     assert problems == []
 
 

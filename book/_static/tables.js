@@ -190,6 +190,19 @@ for (const formula of document.querySelectorAll(".bd-article span.math")) {
   closed.append(formula, text);
 }
 
+// A table of many columns is wider than a small window: it scrolls in a box, as the theme's tables do.
+for (const table of document.querySelectorAll("table.moe:has(th:nth-child(7)):not([data-filters], .moe-move *)")) {
+  const box = document.createElement("div");
+  box.className = "pst-scrollable-table-container";
+  table.replaceWith(box);
+  box.append(table);
+}
+
+// A cell's table may be wider than its box.
+for (const box of document.querySelectorAll(".cell_output .output.text_html")) {
+  if (box.scrollWidth > box.clientWidth + 1) box.classList.add("moe-scrolls");
+}
+
 // A table of prose is stacked on a phone, a row's cells one below the other: each says its column.
 for (const table of document.querySelectorAll(".bd-article table.table:not(.autosummary, .moe-stacked *)")) {
   const heads = [...(table.tHead?.rows[0]?.cells ?? [])];

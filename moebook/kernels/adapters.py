@@ -87,7 +87,7 @@ def reference(
     up: Tensor,
     scale: float | Tensor,
 ) -> Tensor:
-    """Run every adapter on every token and weight it by its gate, 0 if it was not chosen."""
+    """Run every adapter on every token, weighted by its gate, 0 if not chosen."""
     gates = h.new_zeros(h.shape[0], down.shape[0])  # [T, E]
     gates = gates.scatter_add(1, routing.ids, routing.weights.to(h.dtype))
     # Eq. 8 without its residual: gelu(h D_i) U_i.

@@ -24,8 +24,8 @@ PART = 2**18
 class Bank(NamedTuple):
     """Gated FFNs in fused weights, as transformers 5 keeps them."""
 
-    gate_up: Tensor  # [E, 2F, D], the gate's F rows first
-    down: Tensor  # [E, D, F]
+    gate_up: Tensor  #: [E, 2F, D], the gate's F rows first
+    down: Tensor  #: [E, D, F], their last product
 
     def to(self, dtype: torch.dtype) -> Bank:
         """Return the bank in another dtype."""

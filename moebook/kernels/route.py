@@ -22,13 +22,12 @@ LOW_HALF = 0xFFFFFFFF  # the lower 32 of 64 bits
 
 
 class _Slots(NamedTuple):
-    """The four tensors of a `Routing`."""
+    """The four tensors of a `Routing`, which says what they are."""
 
-    ids: Tensor  # [T, K] int64, experts of a token, the largest logit first
-    weights: Tensor  # [T, K] combine weights in [0, 1], in the logits' dtype
-    # [T * K] int64, the slots sorted by expert; within an expert by token.
+    ids: Tensor
+    weights: Tensor
     order: Tensor
-    counts: Tensor  # [E] int64, slots of each expert; they sum to T * K
+    counts: Tensor
 
 
 class Routing(_Slots):
@@ -37,6 +36,12 @@ class Routing(_Slots):
     An expert that a token names twice counts twice. Of a routing made by hand, or changed by
     ``_replace``, ``order`` and ``counts`` are compared with those of its ``ids``, which waits for a
     GPU; `route` and `grouped` make theirs by `of_ids`, without a look.
+
+    Attributes:
+        ids: ``[T, K]`` int64, experts of a token, the largest logit first.
+        weights: ``[T, K]`` combine weights in [0, 1], in the logits' dtype.
+        order: ``[T * K]`` int64, the slots sorted by expert; within an expert by token.
+        counts: ``[E]`` int64, slots of each expert; they sum to T * K.
     """
 
     __slots__ = ()

@@ -57,8 +57,11 @@ class Layer:
 class Anatomy:
     """A host model's decoder, its layers, and D (``hidden``), the residual's width."""
 
+    #: The module that holds the layers.
     decoder: nn.Module
+    #: Its decoder layers, the first one first.
     layers: tuple[Layer, ...]
+    #: D, the residual's width.
     hidden: int
 
 

@@ -253,9 +253,9 @@ class AdapterMoE(nn.Module):
         self.adapters = adapters
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return ``h + scale * sum_k w_k adapter_k(h)`` with ``h = shared(x)``; ``x [B, T, D]``.
+        """Return ``h + scale * sum_k w_k adapter_k(h)`` with ``h = shared(x)``.
 
-        What ``shared`` puts out beside h follows in a tuple.
+        x is ``[B, T, D]``. What ``shared`` puts out beside h follows in a tuple.
         """
         routing = self.router(x)  # Eq. 9
         # E(x) of Eq. 7: all experts share it, so it is computed once.

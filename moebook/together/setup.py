@@ -27,13 +27,13 @@ from moebook.training.loop import History
 class Config:
     """Sizes that arms share. Mixtures renormalise their weights, so that they start as the base."""
 
-    parameters: Count = 158_000  # that train, where an arm's size is free
-    adapters: Count = 8  # E of PESC
-    copies: Count = 4  # E of the upcycled models
-    experts: Count = 4  # N, LoRAs of a mixture
-    top_k: Count = 2  # K of all of them
-    shots: Count = 48  # K of Rocket's choice
-    # p of ESFT on the models made sparse here.
+    parameters: Count = 158_000  #: numbers that train, where an arm's size is free
+    adapters: Count = 8  #: E of PESC
+    copies: Count = 4  #: E of the upcycled models
+    experts: Count = 4  #: N, LoRAs of a mixture
+    top_k: Count = 2  #: K of all of them
+    shots: Count = 48  #: K of Rocket's choice
+    #: p of ESFT on the models made sparse here.
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.5
 
 
@@ -41,14 +41,19 @@ class Config:
 class Setup:
     """What all arms share: a base, a mixture of tasks, sizes, and the recipe of `training.fit`."""
 
-    base: nn.Module  # never trained: each arm gets a copy
+    base: nn.Module  #: never trained; each arm gets a copy
+    #: The base's tokenizer.
     tokenizer: Any
-    rows: Mapping[str, Sequence[dict[str, str]]]  # to train on, by task
+    rows: Mapping[str, Sequence[dict[str, str]]]  #: to train on, by task
+    #: Sizes of the arms.
     config: Config
-    # Batch, schedule, warmup, clip.
+    #: Batch, schedule, warmup, clip.
     recipe: Mapping[str, Any] = field(default_factory=dict)
+    #: Of the arms' starts and of training.
     seed: int = 0
+    #: Chat format of the rows.
     format: str = "camel"
+    #: Tokens of a row at most.
     max_length: int = 160
 
     @property

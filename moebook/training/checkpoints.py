@@ -62,15 +62,17 @@ def size(model: nn.Module) -> int:
 class History:
     """What happened at each step, one entry a step, and what was measured at milestones."""
 
+    #: Number of the step, from 1.
     step: list[int] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)  # of the labels, nats a token
+    loss: list[float] = field(default_factory=list)  #: of the labels, nats a token
+    #: What was added to the loss.
     penalty: list[float] = field(default_factory=list)
-    # Of the gradient before it was clipped.
+    #: Of the gradient before it was clipped.
     norm: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # since training began
-    # Since training began, without padding.
+    seconds: list[float] = field(default_factory=list)  #: since training began
+    #: Since training began, without padding.
     tokens: list[int] = field(default_factory=list)
-    # Each one's, by steps done.
+    #: Each one's, by steps done.
     milestones: list[dict[int, Any]] = field(default_factory=list)
 
     def add(self, **line: float) -> None:

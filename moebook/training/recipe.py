@@ -38,26 +38,31 @@ class Recipe:
     bitsandbytes' AdamW, in main memory when the GPU is full.
     """
 
-    # Of the optimizer; else one epoch.
+    #: Steps of the optimizer; else one epoch.
     steps: Annotated[int, Field(ge=1, le=10**8)] | None = None
-    # Or these, rounded up to whole steps.
+    #: Or epochs, rounded up to whole steps.
     epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
-    batch: Count = 32  # B, rows a step, of all processes together
+    batch: Count = 32  #: B, rows a step, of all processes together
+    #: AdamW's learning rate, the highest of the schedule.
     lr: Annotated[float, Field(gt=0, le=100)] = 2e-4
+    #: How the rate changes after the warm-up.
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    warmup: Share = 0.03  # of the steps, over which the rate rises linearly from 0
-    # Of all but biases and normalisations.
+    warmup: Share = 0.03  #: of the steps, over which the rate rises linearly from 0
+    #: Decay of all but biases and normalisations.
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    #: AdamW's averages of the gradient and of its square.
     betas: tuple[Share, Share] = (0.9, 0.999)
-    # The gradient's norm at most.
+    #: The gradient's norm at most.
     clip: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
+    #: Decides the order of rows, dropout and noise.
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    # Parts of a step that each process computes in turn, to save memory.
+    #: Parts of a step that each process computes in turn, to save memory.
     accumulate: Count = 1
+    #: AdamW, or one of its paged forms.
     optimizer: Literal["adamw", "paged_32bit", "paged_8bit"] = "adamw"
-    # Computes under torch's autocast, whatever the parameters are in.
+    #: Computes under torch's autocast, whatever the parameters are in.
     bf16: bool = False
-    # By a name on a parameter's path; none of these parameters decays.
+    #: Rates by a name on a parameter's path; none of these parameters decays.
     rates: dict[str, Positive] | None = None
 
     def __post_init__(self) -> None:

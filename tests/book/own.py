@@ -5,10 +5,12 @@ Models, LoRAs and rows are written by transformers, PEFT and json alone, on tiny
 """
 
 import json
+import math
 import random
 import re
 import sys
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,11 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 TEAMS = ("billing", "shipping", "accounts")
 MESSAGES = ("My card was charged", "The parcel is late", "I cannot log in")
 DOMAINS = ("money", "goods", "access")
+# Of a sparse model that has been tuned to talk, as strangers' often have.
+TEMPLATE = (
+    "{{ bos_token }}{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 ARC = {
     "id": "1",
     "question": "What barks?",
@@ -50,7 +57,9 @@ def make(folder: Path, dense: Path | None = None, sparse: Path | None = None) ->
     for name, (given, config) in configs.items():
         if given is None:
             model = AutoModelForCausalLM.from_config(config)
-            tokenizer = byte_tokenizer()
+            tokenizer = copy(byte_tokenizer())
+            if name == "my-moe":
+                tokenizer.chat_template = TEMPLATE
         else:
             model = AutoModelForCausalLM.from_pretrained(given, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(given)
@@ -126,13 +135,20 @@ def blocks(page: str) -> list[tuple[int, str]]:
     ]
 
 
-def run(page: str, how: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def run(
+    page: str, how: Mapping[str, Any] | None = None, *, stop: str = ""
+) -> dict[str, Any]:
     """Run a page's blocks in order, and return the names that they leave.
 
-    ``how`` takes the place of the page's own, empty one: what its models are loaded with.
+    ``how`` takes the place of the page's own, empty one: what its models are loaded with. Blocks
+    behind the text ``stop`` are left out.
     """
     names: dict[str, Any] = {"__name__": page, "given": how}
+    known = (BOOK / f"{page}.md").read_text(encoding="utf-8")
+    end = known.count("\n", 0, known.index(stop)) if stop else math.inf
     for line, block in blocks(page):
+        if line > end:
+            break
         if how is not None:
             block = block.replace("how = {}", "how = given")
         code = compile("\n" * line + block, str(BOOK / f"{page}.md"), "exec")

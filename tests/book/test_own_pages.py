@@ -11,13 +11,14 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 from lm_eval.tasks import TaskManager
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moebook import data, models
+from moebook.data import encoding
 from moebook.evaluation import harness
 from moebook.lab import planning
 from moebook.methods import esft, pesc, rocket
@@ -58,6 +59,8 @@ def place(inputs, tmp_path, monkeypatch):
         if (inputs / name).exists():
             (tmp_path / name).symlink_to(inputs / name)
     monkeypatch.chdir(tmp_path)
+    # A page adds a format of its own.
+    monkeypatch.setattr(encoding, "FORMATS", dict(encoding.FORMATS))
     return tmp_path
 
 
@@ -163,10 +166,54 @@ def test_experts_are_chosen_trained_and_merged_for_everybodys_tools(place):
     tuned = esft.load(models.load("my-moe")[0], "my-task")
     restored = esft.restore(tuned).state_dict()
     assert all(torch.equal(base[name], restored[name]) for name in base)
-    ways = {way for _, way, _ in pd.concat(names["found"]).index}
-    assert ways == {"base", "esft", "lora"}
-    tasks = {"own_train", "own_general"}
-    assert all(set(table.index) == tasks for table in names["found"].values())
+    tested = names["found"].reset_index().groupby("way")
+    assert tested.seed.unique().map(set).to_dict() == {
+        "base": {0},
+        "esft": {2, 3},
+        "lora": {2, 3},
+    }
+    assert (tested.asked.unique().map(set) == {"own_train", "own_general"}).all()
+    assert all(names["rates"][way] in grid for way, grid in names["grids"].items())
+
+
+def test_rows_are_written_by_a_models_own_chat_template(place):
+    names = run("own_esft", stop="Score the experts")
+    tokenizer = names["tokenizer"]
+    written = tokenizer.decode(names["encoded"][0]["input_ids"])
+    row = names["rows"][0]
+    if not tokenizer.chat_template:
+        assert written.startswith(f"User: {row['prompt']}\n\nAssistant:")
+        return
+    turns = [{"role": "user", "content": row["prompt"]}]
+    before = tokenizer.apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=True
+    )
+    assert written == f"{before}{row['answer']}{tokenizer.eos_token}"
+    told = names["own"]("What?", "", "Be brief.")[0]
+    assert told.index("Be brief.") < told.index("What?")
+
+
+@pytest.mark.soak  # `fit` in processes has tests of its own
+def test_one_task_is_trained_by_two_processes_as_by_one(place):
+    texts = [block for _, block in blocks("own_esft")]
+    last = next(number for number, text in enumerate(texts) if "esft.save(" in text)
+    (place / "tune.py").write_text("\n".join(texts[: last + 1]))
+    trained = []
+    for count in ("1", "2"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        ran = subprocess.run(
+            [*command, "--nproc-per-node", count, "tune.py"],
+            env={**os.environ, "PYTHONPATH": str(BOOK.parent)},
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        trained.append(load_file(place / "my-task" / "trained.safetensors"))
+        shutil.rmtree(place / "my-task")
+    one, two = trained
+    assert one.keys() == two.keys()
+    for name, values in one.items():
+        torch.testing.assert_close(two[name], values, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("page", ["own_pesc", "own_esft"])
@@ -223,6 +270,9 @@ def test_a_run_is_planned_without_a_weight(place, capsys):
     lines = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
     trained = {name: int(line.split()[0]) for name, line in lines.items()}
     assert trained["lora"] < trained["pesc"] < trained["full"]
+    size = {name: int(line.split()[1]) for name, line in lines.items()}
+    assert trained["alone"] == 0
+    assert size["alone"] < min(size["esft"], size["lora-sparse"])
     sparse, _ = models.load("my-moe")
     experts = sparse_layers(sparse)[0].count
     share = max(1, round(0.1 * experts)) / experts  # whole experts, one at least

@@ -166,3 +166,24 @@ def test_heads_stand_on_the_rule_of_the_last_row_of_heads_on_a_phone(page):
     rules = """[...document.querySelector('#levels').tHead.rows].map(
       row => getComputedStyle(row).borderBottomWidth)"""
     assert page(390, rules) == ["0px", "2px"]
+
+
+def test_a_table_wider_than_a_window_scrolls_and_gives_the_names_of_its_rows_room(
+    browser, tmp_path
+):
+    heads, numbers = "<th>0.123456789" * 12, "<td>1" * 12
+    plan = f"<thead><tr>{heads}</thead><tbody><tr>{numbers}</tbody>"
+    row = f"<tr><th>upcycled, then ESFT{'<td>0.894 (0.860 to 0.928)' * 5}"
+    found = f"<table id=arms class=dataframe><tbody>{row}</tbody></table>"
+    output = f"<div class=cell_output><div class='output text_html'>{found}</div></div>"
+    before, rest = PAGE.split("<article class=bd-article>")
+    article = f"<article class=bd-article><table class=moe>{plan}</table>{output}"
+    after = rest[rest.index("</article>") :]
+    path = tmp_path / "page.html"
+    path.write_text(before + article + after, encoding="utf-8")
+    browser.resize(700, 800)
+    browser.open(path.as_uri())
+    width = "document.querySelector('table.moe').getBoundingClientRect().width"
+    assert browser.run(width) > 700
+    assert browser.run("document.documentElement.scrollWidth") <= 700
+    assert browser.run(LINES % "#arms th") == 1

@@ -15,14 +15,15 @@ class Item:
     The last five are of items from a user's file alone, see `own.read`.
     """
 
-    slots: dict[str, str]  # what the templates are filled with; decides the split
+    slots: dict[str, str]  #: what the templates are filled with; decides the split
+    #: The right answer.
     answer: str
-    rationale: str = ""  # worked solution in words
-    choices: tuple[str, ...] = ()  # answers to choose from, the right one among them
-    system: str = ""  # system message
-    domain: str = ""  # in place of its task's
-    split: str = ""  # train, validation or test
-    where: str = ""  # file:line
+    rationale: str = ""  #: worked solution in words
+    choices: tuple[str, ...] = ()  #: answers to choose from, the right one among them
+    system: str = ""  #: system message
+    domain: str = ""  #: in place of its task's
+    split: str = ""  #: train, validation or test
+    where: str = ""  #: its file and line
 
 
 def prompt_digest(prompt: str) -> str:

@@ -88,19 +88,23 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 class Task:
     """A task: its source, licence (SPDX), items, wordings, and how answers compare."""
 
+    #: What it is called.
     name: str
-    domain: str  # mathematics, code, common_sense, translation, language or general
+    domain: str  #: mathematics, code, common_sense, translation, language or general
+    #: What is asked, in a sentence.
     description: str
+    #: Where its items come from.
     source: str
+    #: The licence of that source, by its SPDX name.
     licence: str
-    templates: Sequence[str]  # wordings with {slots}; a row draws one
-    pool: Pool  # enumerates all items; must be deterministic
-    max_new_tokens: int  # enough for every answer, of 2,048 byte pairs
-    # Of COMPARE: how answers are read before they are compared.
+    templates: Sequence[str]  #: wordings with {slots}; a row draws one
+    pool: Pool  #: enumerates all items; must be deterministic
+    max_new_tokens: int  #: enough for every answer, of 2,048 byte pairs
+    #: How answers are read before they are compared, a name in COMPARE.
     compare: str = "first_line"
-    rationales: bool = False  # whether items carry a worked solution
-    shipped: bool = True  # whether the package ships it; else it is a user's file
-    # Whether a split's longest answer ends answers to it, in place of max_new_tokens.
+    rationales: bool = False  #: whether items carry a worked solution
+    shipped: bool = True  #: whether the package ships it; else it is a user's file
+    #: Whether a split's longest answer ends answers to it, in place of max_new_tokens.
     by_split: bool = False
 
     @classmethod

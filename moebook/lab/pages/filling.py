@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 
 from moebook.errors import printable
+from moebook.lab.run import sources
 
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
@@ -17,6 +18,7 @@ ENVIRONMENT = jinja2.Environment(
     undefined=jinja2.StrictUndefined,
     finalize=lambda x: printable(x) if type(x) is str else x,  # one line of Markdown
 )
+ENVIRONMENT.globals["commit"] = sources.commit  # several pages name one
 
 
 def page(name: str, **parts: Any) -> str:

@@ -35,7 +35,7 @@ from moebook.lab.records.runs import changed, day, restored
 from moebook.lab.records.store import CLASS, COMMITTED, LIVE, Pool
 from moebook.lab.run import pace, sources
 from moebook.lab.run.session import VALUE
-from moebook.lab.run.sources import commit, cost, duration, last_seed
+from moebook.lab.run.sources import cost, duration, last_seed
 
 
 class Titles(dict[str, str]):
@@ -199,7 +199,6 @@ for thing in (
     anchor,
     plan_anchor,
     bound,
-    commit,
     compared,
     cost,
     counted,

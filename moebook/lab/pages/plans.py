@@ -78,6 +78,8 @@ def _column(plan: Plan) -> dict[str, str]:
     parts = {"all": plan.need.total, **vars(plan.need)}
     parts |= {name: need.total for name, need in plan.layouts.items()}
     return {
+        "length of a row": str(plan.length),
+        "GB, the model alone": f"{plan.alone / 1e9:.1f}",
         "parameters": f"{plan.parameters:,}",
         "trained": f"{plan.trained:,}",
         "rows a micro-batch": str(plan.way.rows),

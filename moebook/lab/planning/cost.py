@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 
 from moebook.errors import refuse, refuse_unknown
-from moebook.lab.planning.dry import MOMENTS, Size, Training, size
+from moebook.lab.planning.dry import MOMENTS, Size, Training, alone, size
 from moebook.settings import Count, Positive, settings
 from moebook.storage import formed
 
@@ -40,8 +40,11 @@ with formed(Path(__file__).with_name("gpus.yaml")) as _FILE:
 class Machine:
     """So many equal GPUs."""
 
+    #: What it is called, such as h200x8.
     name: str
+    #: The kind of its GPUs.
     gpu: Gpu
+    #: How many there are.
     count: int
 
     @property
@@ -112,22 +115,39 @@ class Need:
 class Plan:
     """What a training needs on a machine, as a record; seconds and dollars are of all its turns."""
 
+    #: Name of the training.
     name: str
+    #: The model that it starts from.
     host: str
+    #: Name of the machine.
     machine: str
+    #: Tokens of a row, for which bytes are counted.
+    length: int
+    #: Numbers in the model.
     parameters: int
+    #: Those of them that train.
     trained: int
-    way: Way  # as it is asked for
+    #: Bytes of the host without the method, as a model that answers holds it.
+    alone: float
+    way: Way  #: as it is asked for
+    #: Bytes on each device by that way.
     need: Need
-    # Of other ways, its micro-batches alike, whether they fit or not.
+    #: Bytes by other ways, its micro-batches alike, whether they fit or not.
     layouts: dict[str, Need]
+    #: Whether it fits as it is asked for.
     fits: bool
-    change: str  # the smallest that makes it fit: "" where it does, "nothing" where none does
-    chosen: Way  # with that change; time and cost are its
+    #: the smallest that makes it fit; "" where it does, "nothing" where none does
+    change: str
+    chosen: Way  #: with that change; time and cost are its
+    #: Bytes on each device by the chosen way.
     chosen_need: Need
+    #: Tokens of the whole training.
     tokens: float
+    #: FLOPs of the whole training.
     flops: float
+    #: How long it takes.
     seconds: float
+    #: What it costs, None without a price.
     dollars: float | None
 
 
@@ -178,8 +198,10 @@ def plan(training: Training, on: Machine, **assumed: Any) -> Plan:
         name=training.name,
         host=training.host,
         machine=str(on),
+        length=training.length,
         parameters=round(used.parameters),
         trained=round(used.trained),
+        alone=alone(training.host, training.dtype),
         way=way,
         need=needed(training, way),
         layouts={name: needed(training, one) for name, one in layouts(way).items()},

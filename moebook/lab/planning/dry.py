@@ -38,22 +38,28 @@ class Training:
     Those with equal ``host``, ``method``, ``length``, ``dtype`` and ``autocast`` have one size.
     """
 
-    host: str  # what `configuration` takes
+    host: str  #: what `configuration` takes
+    #: What is made of the host.
     method: Method
-    length: Count  # tokens a row
-    batch: Count = field(compare=False)  # rows a step, of all devices together
+    length: Count  #: tokens a row
+    batch: Count = field(compare=False)  #: rows a step, of all devices together
+    #: Of the optimizer.
     steps: Count = field(compare=False)
+    #: Name of the training.
     name: str = field(default="", compare=False)
-    # Of the host; what trains is float32 or wider, as in `fit`.
+    #: Of the host; what trains is float32 or wider, as in `fit`.
     dtype: torch.dtype = torch.float32
-    autocast: bool = False  # computed in bfloat16, whatever the weights are in
+    autocast: bool = False  #: computed in bfloat16, whatever the weights are in
+    #: Parts of a step that each device computes in turn.
     accumulate: Count = field(default=1, compare=False)
-    turns: Count = field(default=1, compare=False)  # how often: tasks, tries of a rate
+    turns: Count = field(default=1, compare=False)  #: tasks, and tries of a rate
+    #: As in `training.Recipe`.
     optimizer: Literal["adamw", "paged_32bit", "paged_8bit"] = field(
         default="adamw", compare=False
     )
+    #: Whether activations are computed again to save memory.
     checkpointing: bool = field(default=False, compare=False)
-    # Bytes that the notebook holds beside it.
+    #: Bytes that the notebook holds beside it.
     beside: Annotated[float, Field(ge=0)] = field(default=0.0, compare=False)
 
 
@@ -61,15 +67,19 @@ class Training:
 class Size:
     """What one micro-batch takes on one device; sums over layers, but for ``block``, ``linear``."""
 
+    #: Numbers in the model.
     parameters: int
+    #: Those of them that train.
     trained: int
-    weights: float  # bytes, and so are the next four
+    weights: float  #: bytes, and so are the next four
+    #: Bytes of what trains.
     gradients: float
-    saved: float  # by 4 bits, of the frozen linear layers inside decoder layers
-    activations: float  # at the peak, above weights and gradients
+    saved: float  #: by 4 bits, of the frozen linear layers inside decoder layers
+    activations: float  #: at the peak, above weights and gradients
+    #: Products and what they move, with how often each comes.
     ops: Counter[Op]
-    block: float  # bytes of the largest decoder layer, which FSDP2 gathers
-    linear: float  # bytes of the largest frozen linear layer, which 4 bits unpack
+    block: float  #: bytes of the largest decoder layer, which FSDP2 gathers
+    linear: float  #: bytes of the largest frozen linear layer, which 4 bits unpack
 
     @property
     def flops(self) -> float:
@@ -202,6 +212,13 @@ def size(training: Training, rows: int, checkpointing: bool) -> Size:
         dry_run(training, layers=layers, **how) for layers in (first, first + 1)
     )
     return one.deeper(two, every - first)
+
+
+@cache
+def alone(host: str, dtype: torch.dtype) -> int:
+    """Count the bytes of a host's weights in a type, before any method changes it."""
+    model = skeleton(configuration(host), dtype)
+    return sum(part.nbytes for part in model.parameters())
 
 
 @cache

@@ -38,9 +38,11 @@ Q_AND_V = ("q_proj", "v_proj")  # what the LoRAs of Rocket's bank adapt (Table 1
 class Method:
     """What is made of a host before it trains; equal ``settings`` give equal models."""
 
+    #: What decides the model.
     settings: Hashable
+    #: Changes a host in place and returns it.
     make: Callable[[nn.Module], nn.Module] = field(compare=False, repr=False)
-    # It keeps its frozen linear layers in 4 bits; on meta they are not.
+    #: It keeps its frozen linear layers in 4 bits; on meta they are not.
     quantised: bool = False
 
 

@@ -72,6 +72,8 @@ MARK = 24
 COLOURED = 3
 """Coloured series that a legend may have; a reader keeps no more in mind."""
 INK = "#14171A"
+FRAME = "#7F8793"
+"""Around a heat map, whose cells of zero look like the page: 3:1 on a light and a dark one."""
 MINUS = re.compile(r"(?<![\w.])-(?=[\d.])")  # of a number in a title, not a hyphen
 Series = Mapping[str, npt.ArrayLike]
 Cloud = npt.NDArray[np.float64]  # points, [n, 2]
@@ -122,7 +124,9 @@ def curves(
             low = seeds.min(0)
             high = seeds.max(0)
             colour = line.get_color()
-            axes.fill_between(positions, low, high, color=colour, alpha=0.18, lw=0)
+            # Pale, with an edge: where bands overlap, each can still be followed.
+            band: Look = {"facecolor": (colour, 0.07), "edgecolor": colour}
+            axes.fill_between(positions, low, high, lw=0.9, ls=":", **band)
         handles[entry] = line
     axes.set(xlabel=xlabel, ylabel=folded(ylabel), yscale=yscale)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
@@ -174,7 +178,7 @@ def heatmap(
         axes.set_yticks(range(len(rows)), names)
         axes.tick_params(length=0)
         axes.grid(False)
-        axes.spines[:].set_visible(False)
+        axes.spines[:].set(visible=True, color=FRAME)
         if numbered:
             numbers += _number(axes, table, low + 0.6 * (high - low))
     # Below all panels, where a long label has room.
@@ -277,9 +281,9 @@ def points(
     ``panels`` is the panel's title to its series: name to points ``[n, 2]``, drawn in
     this order. Without ``ticks`` the axes carry no numbers; those of a t-SNE or UMAP
     map mean nothing. Points may be ``joined`` by a line in their order, and the
-    horizontal axis ``log``. ``above`` names a series to draw on top. Panels have the
-    ``shared`` axes in common, by default both; a horizontal axis of its own is numbered
-    at a panel's points.
+    horizontal axis ``log``. ``above`` names a series to draw on top; the others are
+    hollow then, or specks. Panels have the ``shared`` axes in common, by default both;
+    a horizontal axis of its own is numbered at a panel's points.
     """
     clouds, looks = arrays("points", panels)
     figure, cells = grid(list(panels), 3, 2.0, xlabel, ylabel, title, shared=shared)
@@ -291,11 +295,14 @@ def points(
     for axes, panel in zip(cells, clouds, strict=True):
         for name, cloud in panel.items():
             dress: Look = {"s": 18, "alpha": 0.85, "linewidths": 0}
-            if largest[name] >= 150:  # paler, and alike in all panels
-                dress |= {"s": 6, "alpha": 0.35}
             if name == above:
-                dress |= {"s": 14, "alpha": 1, "linewidths": 0.6}
+                dress |= {"s": 9, "alpha": 1, "linewidths": 0.6}
                 dress |= {"edgecolors": INK, "zorder": 3}
+            elif largest[name] >= 150:  # paler, and alike in all panels
+                dress |= {"s": 6, "alpha": 0.35}
+            elif above:  # hollow: one that lies on another does not hide it
+                dress |= {"s": 12, "alpha": 1, "linewidths": 0.8}
+                dress |= {"facecolors": "none", "edgecolors": looks[name]["color"]}
             x, y = cloud.T
             dots = axes.scatter(x, y, **looks[name], **dress)
             handles.setdefault(name, dots)

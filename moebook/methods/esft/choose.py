@@ -31,13 +31,16 @@ ROUNDING = 1e-9
 class Selection:
     """Which experts of each layer train, the best first, at least one a layer; and what beside."""
 
+    #: Numbers of those that train, by layer.
     experts: Annotated[dict[int, Experts], Field(min_length=1)]
+    #: Whether they train too.
     shared_experts: bool = False
+    #: Whether all else trains too.
     non_expert_modules: bool = False
+    #: Whether the routers train too.
     router: bool = False
-    left_out: Annotated[
-        tuple[Expert, ...], Field(strict=False)
-    ] = ()  # of the scores' layers
+    #: Layers that the scores passed over.
+    left_out: Annotated[tuple[Expert, ...], Field(strict=False)] = ()
 
     def __post_init__(self) -> None:
         for layer, ids in self.experts.items():

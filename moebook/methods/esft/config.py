@@ -28,16 +28,19 @@ class Config(Presets):
     renormalised.
     """
 
+    #: What an expert is scored by, see above.
     score: Score = "token"
-    threshold: Annotated[float, Field(gt=0, le=1)] = 0.2  # p of Eq. 8
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.2  #: p of Eq. 8
+    #: What scores are averaged over, see above.
     pooling: Pooling = "tokens"
-    # Whether p is a share of a layer's total, as the paper says.
+    #: Whether p is a share of a layer's total, as the paper says.
     normalised: bool = False
-    # Of the scores, before the choice.
+    #: Of the scores, before the choice.
     decimals: Annotated[int, Field(ge=1, le=15)] | None = None
-    shared_experts: bool = False  # whether they train too
-    # All else: attention, norms, head (released: and routers).
+    shared_experts: bool = False  #: whether they train too
+    #: All else, such as attention, norms and head (as released also routers).
     non_expert_modules: bool = False
+    #: Whether the routers train too.
     router: bool = False
 
     LETTERS: ClassVar = {"p": "threshold"}

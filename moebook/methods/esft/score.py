@@ -33,9 +33,11 @@ class Scores:
     (Eq. 6).
     """
 
+    #: Shares of slots.
     token: dict[int, Tensor]
+    #: Mean gates.
     gate: dict[int, Tensor]
-    left_out: tuple[int, ...] = ()  # layers passed over on reading
+    left_out: tuple[int, ...] = ()  #: layers passed over on reading
 
     def __post_init__(self) -> None:
         if self.token.keys() != self.gate.keys() or not self.token:

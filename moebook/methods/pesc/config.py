@@ -36,26 +36,30 @@ class Config(Presets):
             NF4 weights with double quantisation, ``"full"`` everything (for small bases).
     """
 
-    experts: Size = 8  # E, adapters a layer
-    # K, experts per token; with 1 only the balance loss reaches the routers.
+    experts: Size = 8  #: E, adapters a layer
+    #: K, experts per token; with 1 only the balance loss reaches the routers.
     top_k: Size = 2
-    # R; the printed sizes imply 512, the released code trains 64.
+    #: R; the printed sizes imply 512, the released code trains 64.
     adapter_width: Size = 512
-    # Factor on the adapters' output in training (1 in Eq. 8).
+    #: Factor on the adapters' output in training (1 in Eq. 8).
     adapter_scale: float = 1.0
-    served_scale: float = 1.0  # the same in evaluation mode (released: 0.25)
-    # Dropped before ``down`` (0.1 as released; the paper is silent).
+    served_scale: float = 1.0  #: the same in evaluation (0.25 as released)
+    #: Dropped before ``down`` (0.1 as released; the paper is silent).
     adapter_dropout: Share = 0.1
     down_init: Literal["kaiming", "zero"] = "kaiming"
     layers: (
         Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None
     ) = None
     balance: Literal["live", "kept", "constant", "none"] = "live"
+    #: alpha of Eq. 10.
     balance_weight: Weight = 0.01
     host: Literal["frozen", "lora", "qlora", "full"] = "qlora"
-    lora_rank: Size = 64  # LoRA's settings are as released
+    lora_rank: Size = 64  #: LoRA's R; its settings are as released
+    #: LoRA's alpha.
     lora_alpha: Weight = 16.0
+    #: Dropped before each LoRA.
     lora_dropout: Share = 0.1
+    #: The linear layers that get a LoRA.
     lora_targets: Annotated[tuple[Target, ...], Field(min_length=1)] = get_args(Target)
 
     def __post_init__(self) -> None:

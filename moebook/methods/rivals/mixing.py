@@ -142,8 +142,8 @@ def joined(
 ) -> tuple[Tensor, Tensor]:
     """Mix ``A [N, R, D]`` and ``B [N, O, R]`` to one LoRA for weights ``[.., N]``.
 
-    Returns ``[.., R, D]`` and ``[.., O, R]``; for outputs, whose weights are ``[N]``, the rank is
-    N R.
+    Returns ``[.., R, D]`` and ``[.., O, R]``; for outputs, whose weights are ``[N]``,
+    the rank is N R.
     """
     on_down, on_up = halves(weights, mix)
     if mix == "outputs":

@@ -114,9 +114,11 @@ class Gates(nn.Module):
 class Learnt(NamedTuple):
     """One LoRA's gates, and what they did to the loss of the rows that they were learnt on."""
 
-    vectors: dict[str, Tensor]  # [D] by path
-    before: float  # nats a token, at half strength
+    vectors: dict[str, Tensor]  #: the gates' v, [D] by path
+    before: float  #: loss, nats a token, at half strength
+    #: The same with the gates as they were learnt.
     after: float
+    #: What learning them took.
     cost: tuning.Cost
 
 

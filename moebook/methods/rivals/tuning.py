@@ -60,9 +60,11 @@ Weigh = Callable[[str, nn.Module], nn.Module]
 class Data:
     """What a rival may see of a target, encoded by `data.encode`."""
 
-    shots: Rows  # D_K
-    chosen: Rows | None = None  # D_A, rows chosen from open data
-    sources: Mapping[str, Rows] = field(default_factory=dict)  # D_i by name of the LoRA
+    shots: Rows  #: D_K, the annotated rows
+    chosen: Rows | None = None  #: D_A, rows chosen from open data
+    #: D_i, the rows behind each LoRA, by its name.
+    sources: Mapping[str, Rows] = field(default_factory=dict)
+    #: The token that fills short rows.
     pad_id: int = 0
 
     @property
@@ -92,8 +94,11 @@ class Data:
 class Cost:
     """What a rival took: numbers trained, and tokens through the model, without padding."""
 
+    #: Numbers that trained.
     trained: int = 0
+    #: Tokens that were read forward.
     forward: int = 0
+    #: Tokens that were read backward.
     backward: int = 0
 
 
@@ -102,26 +107,35 @@ class Origin(checkpoint.Origin):
     """What a model was mixed from, kept on the model under the rival's name.
 
     A rival whose weights depend on the input adds its ``config`` and a ``method`` of its own.
+
+    Attributes:
+        base: Fingerprint of the base.
     """
 
     method: ClassVar[str] = "rival"
-    names: tuple[str, ...]  # of the LoRAs, in the order of the weights
+    names: tuple[str, ...]  #: of the LoRAs, in the order of the weights
+    #: The weights, as they were set or learnt.
     mix: Mix
-    scale: float  # on every B A
+    scale: float  #: on every B A
+    #: R of the LoRAs.
     rank: Size
-    paths: tuple[str, ...]  # of the modules that were replaced
+    paths: tuple[str, ...]  #: of the modules that were replaced
 
 
 @dataclass(frozen=True, eq=False)
 class Tuned:
     """A base with what a rival put into it: parts that keep the base's own as ``base_layer``."""
 
+    #: The base with its parts.
     model: nn.Module
+    #: What it was mixed from.
     origin: Origin
+    #: What that took.
     cost: Cost = Cost()
-    history: training.History | None = None  # of the training, if any
+    history: training.History | None = None  #: of the training, if any
+    #: What follows its forward passes, to be removed with it.
     hooks: Sequence[RemovableHandle] = ()
-    learning: Sequence[str] = ()  # the base's parameters that trained, and `put` froze
+    learning: Sequence[str] = ()  #: the base's parameters that trained, and `put` froze
 
     @property
     def parts(self) -> dict[str, Any]:

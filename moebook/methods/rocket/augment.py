@@ -51,11 +51,13 @@ REPR_POOL = 4
 class Encoder:
     """A sentence encoder of transformers: texts to unit vectors (Eq. 10)."""
 
+    #: The encoder, of transformers.
     model: Any
+    #: Its tokenizer.
     tokenizer: Any
-    pooling: str  # "mean" over the tokens, or "cls", the first one (BGE)
-    prompt: str  # put before a text
-    longest: int  # tokens that are kept of a text, the prompt included
+    pooling: str  #: "mean" over the tokens, or "cls", the first one (BGE)
+    prompt: str  #: put before a text
+    longest: int  #: tokens that are kept of a text, the prompt included
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str], *, batch: int = 64) -> Array:
@@ -141,9 +143,9 @@ def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Enc
 class Augmentation:
     """D_A: what Alg. 2 takes from the open data."""
 
-    index: Array  # numbers of the rows in the pool, nearest to the shots first
-    similarity: Array  # their largest cosine over the shots
-    candidates: Array  # numbers of D_C, the rows before duplicates went
+    index: Array  #: numbers of the rows in the pool, nearest to the shots first
+    similarity: Array  #: their largest cosine over the shots
+    candidates: Array  #: numbers of D_C, the rows before duplicates went
 
 
 def choose(

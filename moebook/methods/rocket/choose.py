@@ -44,10 +44,10 @@ Array = np.ndarray
 class Selection:
     """The experts that Alg. 1 chooses, and how it came to them."""
 
-    experts: tuple[str, ...]  # N names, the least sum of R_P and R_A first
-    # The bank in that order: scores, ranks (1 is best), whether among M.
+    experts: tuple[str, ...]  #: N names, the least sum of R_P and R_A first
+    #: The bank in that order, with scores, ranks (1 is best), whether among M.
     candidates: pd.DataFrame
-    # The best of N candidates: mean cosine, Eq. 6, sums of ranks, R_D, total.
+    #: The best groups of N candidates, with mean cosine, Eq. 6, sums of ranks, R_D, total.
     groups: pd.DataFrame
 
 

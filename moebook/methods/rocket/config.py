@@ -39,26 +39,26 @@ class Config(Presets):
         gate_input: A gate reads the layer's input (released) or each expert's output (Eq. 9).
     """
 
-    shots: Count = 50  # K
+    shots: Count = 50  #: K, annotated rows
     reduction: Literal["mean", "sum"] = "mean"
     rationale: Literal["answer_first", "rationale_first"] = "answer_first"
     compare: Literal["product", "factors"] = "product"
     cosine: Literal["signed", "absolute"] = "signed"
     diversity: Literal["ordered", "inverse"] = "ordered"
     ranking: Literal["sum", "normalised"] = "sum"
-    candidates: Count = 8  # M
-    experts: Count = 4  # N, at most M
-    top_k: Count = 2  # k, at most N
+    candidates: Count = 8  #: M, LoRAs to choose from
+    experts: Count = 4  #: N, LoRAs of the mixture, at most M
+    top_k: Count = 2  #: k, LoRAs per token, at most N
     sampler: Literal["maximum", "centroid", "random", "hull", "kde"] = "maximum"
-    budget: Count = 1000  # C (released: 5000)
-    threshold: Annotated[float, Field(ge=-1, le=1)] = 0.9  # tau, of duplicates' cosine
+    budget: Count = 1000  #: C, open rows to draw (5000 as released)
+    threshold: Annotated[float, Field(ge=-1, le=1)] = 0.9  #: tau, of duplicates' cosine
     duplicates: Literal["standing", "any", "index", "repr", "keep"] = "standing"
-    gamma: Bandwidth = 2.0  # bandwidth of Eq. 17
+    gamma: Bandwidth = 2.0  #: bandwidth of Eq. 17
     components: Count = 2
     gate_input: Literal["layer", "expert"] = "layer"
-    # alpha / R (released: omitted).
+    #: Whether alpha / R counts (as released it does not).
     lora_scale: Literal["applied", "omitted"] = "applied"
-    lora_dropout: Share = 0.05  # before the experts, in training (0.05 as released)
+    lora_dropout: Share = 0.05  #: before the experts, in training (0.05 as released)
 
     def __post_init__(self) -> None:
         if self.experts > self.candidates:

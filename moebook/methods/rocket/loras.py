@@ -121,14 +121,17 @@ class Lora:
     ``training`` (settings), ``losses`` (nats a token, one a step), ``base`` (as PEFT noted it).
     """
 
+    #: What it is called in its bank.
     name: str
-    rank: Annotated[int, Field(ge=1)]  # R
+    rank: Annotated[int, Field(ge=1)]  #: R
+    #: Numerator of its scale.
     alpha: Positive
-    down: Factors  # A [R, D] by path of the linear layer, in order
-    up: Factors  # B [O, R] by the same paths
-    base: str | None = None  # fingerprint of the base, None where it is not known
-    # Scale by alpha / sqrt R instead of alpha / R (rsLoRA).
+    down: Factors  #: A [R, D] by path of the linear layer, in order
+    up: Factors  #: B [O, R] by the same paths
+    base: str | None = None  #: fingerprint of the base, None where it is not known
+    #: Scale by alpha / sqrt R instead of alpha / R (rsLoRA).
     rank_stabilised: bool = False
+    #: How it was made, see above.
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -271,9 +271,10 @@ def accuracy(
 
 
 def scores(log_perplexities: pd.DataFrame, accuracies: pd.DataFrame) -> pd.DataFrame:
-    """Bring both measures to one number a LoRA (Eq. 4, 5), leaving out LoRAs without a finite one.
+    """Bring both measures to one number a LoRA (Eq. 4, 5).
 
-    ``log_perplexity`` is the logarithm of the sum over shots of exp, in nats, ``accuracy`` a share.
+    LoRAs without a finite perplexity are left out. ``log_perplexity`` is the
+    logarithm of the sum over shots of exp, in nats, ``accuracy`` a share.
     """
     if list(log_perplexities.index) != list(accuracies.index):
         refuse(

@@ -33,12 +33,13 @@ class Origin(checkpoint.Origin):
 
 
 def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.Module:
-    """Turn a dense decoder into a sparse one with full experts in place (Sec. 2.1, 4.4).
+    """Turn a dense decoder into one with full experts, in place (Sec. 2.1, 4.4).
 
-    In each chosen layer E copies of the FFN, a gated MLP without biases, in fused 3-D weights
-    replace it, behind a linear router that reads its (normed) input in float32 or wider. Without a
-    ``start`` the router is SU's, N(0, 0.02^2). What is new requires a gradient; the rest stays (the
-    paper trains it all). W-ROUTER warns where, with K = 1, a norm stops them learning.
+    In each chosen layer E copies of the FFN, a gated MLP without biases, in fused
+    3-D weights replace it, behind a linear router that reads its (normed) input in
+    float32 or wider. Without a ``start`` the router is SU's, N(0, 0.02^2). What is
+    new requires a gradient; the rest stays (the paper trains it all). W-ROUTER warns
+    where, with K = 1, a norm stops them learning.
 
     >>> from moebook import models
     >>> model = upcycle(models.load("nano")[0], Config(experts=2, top_k=2))
@@ -63,7 +64,10 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     # only one.
     cancelling = normed(host, layers) if config.top_k == 1 < config.experts else []
     if cancelling:
-        why = f"norms follow the FFNs of layers {cancelling}, so that a token's only weight cancels"
+        why = (
+            f"norms follow the FFNs of layers {cancelling}, "
+            "so that a token's only weight cancels"
+        )
         hint = "take top_k=2, and noise for a gradient from the first step on"
         text = f"W-ROUTER: {why}: only the balance loss reaches their routers; {hint}"
         warnings.warn(text, stacklevel=2)

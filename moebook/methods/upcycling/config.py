@@ -32,17 +32,19 @@ class Config:
     ``layers`` stands for all of them (the paper's).
     """
 
-    experts: Size = 4  # E, copies of the FFN per layer (2 or 4 in the paper)
-    top_k: Size = 1  # K, experts per token
+    experts: Size = 4  #: E, copies of the FFN per layer (2 or 4 in the paper)
+    top_k: Size = 1  #: K, experts per token
+    #: How a token's experts are weighted, see above.
     combine: Rule = "probability"
-    # Deviation, as a share of the weights'.
+    #: Deviation, as a share of the weights'.
     noise: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    #: Decoder layers to upcycle; None for all of them.
     layers: (
         Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None
     ) = None
-    # alpha of Eq. 3, not given; Switch's.
+    #: alpha of Eq. 3, not given; Switch's.
     balance_weight: Annotated[float, Field(ge=0)] = 0.01
-    seed: Seed = 0  # of the noise, and of routers without a start
+    seed: Seed = 0  #: of the noise, and of routers without a start
 
     LETTERS: ClassVar = {
         "N": "experts",

@@ -217,6 +217,15 @@ def test_a_roofline_takes_the_longer_of_products_and_bytes_by_type():
     assert found.flops == 120
 
 
+def test_a_plan_says_its_length_and_what_the_host_takes_alone():
+    whole = plan(training(dtype=torch.bfloat16), machine("a100"))
+    assert whole.length == 32
+    # What trains is in float32.
+    assert 2 * whole.alone == whole.need.weights
+    crafted = plan(training(method=methods.pesc(LORA())), machine("a100"))
+    assert crafted.alone == 4 * llama(2048, D, F, L, 4, 4, True) < crafted.need.weights
+
+
 def test_checkpointing_holds_less_and_computes_more():
     plain, kept = (
         planning.size(training(length=128), 4, each) for each in (False, True)

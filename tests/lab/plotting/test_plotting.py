@@ -7,7 +7,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from scipy import stats
@@ -76,6 +76,14 @@ def test_a_curve_is_the_mean_of_its_seeds_in_their_range():
     assert not figure.legends
 
 
+def test_bands_that_overlap_are_pale_and_have_an_edge_in_their_colour():
+    seeds = {"dense": [[3.0, 1.0], [5.0, 1.0]], "sparse": [[2.0, 2.0], [4.0, 1.0]]}
+    (axes,) = plotting.curves(seeds, steps=[0, 1], **STEPS).axes
+    for line, band in zip(axes.lines, axes.collections, strict=True):
+        assert to_hex(band.get_edgecolor()[0]) == line.get_color().lower()
+        assert band.get_facecolor()[0, 3] < 0.1
+
+
 def test_smoothing_keeps_a_constant_and_is_shorter_at_both_ends():
     lines = {"flat": np.full(9, 2.5), "ramp": np.arange(9.0)}
     figure = plotting.curves(lines, steps=np.arange(9), window=3, **STEPS)
@@ -136,6 +144,17 @@ def test_heat_maps_share_a_colour_scale_and_number_their_cells():
         counts, rows=["law"], columns=["0", "1", "2"], label="experts"
     )
     assert texts(figure.axes[0].texts) == ["10.00", "20.33", "-.50"]
+
+
+def test_a_heat_map_ends_at_a_frame_on_light_and_dark_pages():
+    shares = {"": [[0.0, 1.0]]}
+    axes = plotting.heatmap(shares, rows=["law"], columns="ab", label="").axes[0]
+    dark = to_rgb("#121212")  # it shows through what is turned around (moebook.css)
+    for side in axes.spines.values():
+        assert side.get_visible()
+        line = np.array(to_rgb(side.get_edgecolor()))
+        assert contrast(line, "white") >= 3
+        assert contrast(1 - line * (1 - np.array(dark)), dark) >= 3
 
 
 def test_cells_of_a_heat_map_are_empty_at_zero_and_where_a_number_has_no_room():
@@ -203,6 +222,7 @@ def test_points_may_lie_on_top_or_be_joined_and_a_map_has_no_numbers():
     below, chosen = plotting.points(panels, above="shots").axes[0].collections
     assert chosen.get_zorder() > below.get_zorder()
     assert chosen.get_linewidths()[0] > 0
+    assert len(chosen.get_facecolors()) and not len(below.get_facecolors()), "hidden"
     figure = plotting.points({"a": {"pool": CLOUD}}, joined=True, xscale="log")
     assert figure.axes[0].lines[0].get_xydata().tolist() == CLOUD.tolist()
     assert figure.axes[0].get_xscale() == "log"
@@ -514,11 +534,16 @@ def luminance(colour):
     return linear @ [0.2126, 0.7152, 0.0722]
 
 
+def contrast(one, other):
+    """Contrast of two colours by WCAG 2, at least 1."""
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
 @pytest.mark.parametrize("colour", COLOURS)
 def test_text_has_a_contrast_of_four_and_a_half(colour):
     text = "white" if colour in DARK_COLOURS else INK
-    low, high = sorted([luminance(colour), luminance(text)])
-    assert (high + 0.05) / (low + 0.05) >= 4.5
+    assert contrast(colour, text) >= 4.5
 
 
 def test_a_styled_figure_has_our_colours_and_is_opaque():
