@@ -29,6 +29,7 @@ CODE = re.compile(
     r"```\{code-block\} python\n:name: \S+-(stub|check|solution)\n\n(.*?)```", re.DOTALL
 )
 ROLE = re.compile(r"\{(eq|ref|prf:ref)\}`([^`]+)`")
+CITATION = re.compile(r" *\{cite:p\}`[^`]+`")
 TITLE = r":::\{{(?:exercise|prf:\w+)\}} *(.+)\n:label: {}\n"
 EDITIONS = ("student", "instructor")
 HEAD = """# {title}
@@ -57,7 +58,10 @@ def pages() -> str:
 
 
 def plain(text: str) -> str:
-    """Replace references into the book, which Jupyter shows raw, by the title they lead to."""
+    """Replace references into the book, which Jupyter shows raw, by the title they lead to.
+
+    Citations in brackets go: the list of works they lead to stays in the book.
+    """
 
     def named(match: re.Match[str]) -> str:
         role, label = match.groups()
@@ -66,7 +70,7 @@ def plain(text: str) -> str:
         found = re.search(TITLE.format(re.escape(label)), pages())
         return f"“{found[1] if found else label}”"
 
-    return ROLE.sub(named, text)
+    return ROLE.sub(named, CITATION.sub("", text))
 
 
 def exercises(page: Path) -> tuple[str, list[Exercise]]:

@@ -28,10 +28,16 @@ DOCUMENT = re.compile(
     r'<span id="(document-[^"]+)"></span><section[^>]*>'
     r"\s*(?:<span[^>]*></span>\s*)*<h\d>(.*?)<a "
 )
+# A chapter's name, and the section that it stands before.
+NAMED = re.compile(r'(<span id="document-[^"]+"></span>)<section([^>]*>)')
 
 
 def contented(text: str) -> str:
-    """Put a list of all chapters before the second one of the book on one page."""
+    """Put a list of all chapters before the second one of the book on one page.
+
+    A chapter begins a sheet and holds the name that links lead to. Before it, that name would be a
+    line on the sheet before, or alone on one.
+    """
     chapters = list(DOCUMENT.finditer(text))
     if not chapters:
         return text
@@ -43,7 +49,8 @@ def contented(text: str) -> str:
         f'<nav class="moe-contents"><h2>Contents</h2><ol>{"".join(lines)}</ol></nav>'
     )
     place = chapters[0].start()
-    return f"{text[:place]}{listed}{text[place:]}"
+    begun = NAMED.sub(r'<section style="break-before: page"\2\1', text[place:])
+    return f"{text[:place]}{listed}{begun}"
 
 
 def write(target: Path, folder: Path) -> Path:

@@ -2,8 +2,8 @@
 
 ``python -m workshop.slides FOLDER`` writes ``FOLDER/<paper>.html`` beside the two libraries that
 they need, so that they show without a network. A deck tells the story of the paper's chapter: the
-problem, the idea as a picture, its equation, the answer, one result a slide with its figure, the
-surprise, and a task for the group. Nothing on them is typed here.
+problem, the idea as a picture, its equation, the whole answer with its price, one result a slide
+with its figure, the surprise, and a task for the group. Nothing on them is typed here.
 """
 
 from __future__ import annotations
@@ -68,12 +68,14 @@ def slides(paper: str, folder: Path) -> Iterator[Slide]:
     yield Slide("In one equation", f"{plain(before)}\n\n$$\n{equation}\n$$")
     told = prose.pages(folder, verdicts.ledger(folder, live=False))[f"found_{paper}"]
     answer, _, surprise = told.strip().partition("**The surprise.** ")
-    # The answer in bold, and the sentence with its numbers: the rest is on the page.
-    yield Slide("What we found", "\n\n".join(answer.splitlines()[:2]))
+    # All of it: what comes last, a fair comparison or the price, may overturn what comes first.
+    for paragraph in answer.strip().split("\n\n"):
+        sentences = "\n\n".join(paragraph.splitlines())
+        yield Slide("What we found", plain(sentences))
     for notebook in executed:
         yield from _results(storage.read_ipynb(notebook)["cells"])
     if surprise:
-        yield Slide("The surprise", surprise)
+        yield Slide("The surprise", plain(surprise))
     page = book / f"{paper}_exercises.md"
     _, tasks = exercises(page)
     if not tasks:

@@ -95,7 +95,7 @@ class Chromium:
         self._session = attached["sessionId"]
         self.requests.clear()
         self.errors.clear()
-        for domain in ("Page", "Network", "Runtime"):
+        for domain in ("Page", "Network", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
     def call(self, method, **params):
@@ -151,9 +151,9 @@ class Chromium:
         self.run(
             f"{Path(package.origin).with_name('axe.min.js').read_text('utf-8')}; null"
         )
-        how = json.dumps(
-            {"resultTypes": ["violations"], "runOnly": RULES, "rules": MORE}
-        )
+        options = {"resultTypes": ["violations"], "runOnly": RULES, "rules": MORE}
+        # No style sheet: a page that lies in a file may not ask for one.
+        how = json.dumps(options | {"preload": {"assets": ["media"]}})
         found = self.run(f"axe.run(document, {how}).then(all => all.violations)")
         return [
             f"{one['id']} at {one['nodes'][0]['target'][0]}"
@@ -185,6 +185,10 @@ class Chromium:
             if told["type"] == "error":
                 words = [str(part.get("value", "")) for part in told["args"]]
                 self.errors.append({"text": " ".join(words)})
+        elif message.get("method") == "Log.entryAdded":
+            told = message["params"]["entry"]
+            if told["level"] == "error":
+                self.errors.append({"text": f"{told['text']} {told.get('url', '')}"})
         elif message.get("method") == "Page.loadEventFired":
             self._loaded = True
         return message

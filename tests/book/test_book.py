@@ -17,15 +17,19 @@ from chromium import served
 
 from moebook import storage
 from moebook.errors import Refusal
+from moebook.experiments import every
 from moebook.lab import papers, plotting
 from moebook.lab.pages import book, generated
+from moebook.lab.pages.pages import TITLES
 from moebook.lab.records import Run, Value, write_run
+from moebook.lab.run import sources
 from moebook.lab.run.session import GLUE
-from tests import sentences
+from tests import abbreviations, sentences
 from tests.refusals import refused
 from workshop import pdf, slides
 
 ROOT = Path(__file__).parents[2]
+STYLE = ROOT / "book" / "_static" / "moebook.css"
 NO_PROSE = "index genindex search py-modindex".split()
 VALUE = {"name": "pesc/dense/accuracy", "value": 0.43, "unit": "share"}
 
@@ -249,6 +253,37 @@ def test_no_page_has_a_sentence_of_more_than_35_words(site):
     assert {name: told for name, told in long.items() if told} == {}
 
 
+def test_every_abbreviation_and_unit_of_a_rendered_page_is_in_the_glossary(site):
+    missing = {}
+    for page in site.rglob("*.html"):
+        # The bibliography has the titles of papers.
+        if page.stem in [*NO_PROSE, "bibliography"] or "_static" in page.parts:
+            continue
+        told = abbreviations.read(page.read_text(encoding="utf-8"))
+        for word in abbreviations.missing(told):
+            missing.setdefault(word, page.stem)
+    assert missing == {}
+
+
+def test_every_arm_of_an_experiment_or_a_protocol_is_in_the_glossary(site):
+    """A protocol may name an arm with another number: budget600 beside budget400."""
+    page = html.unescape(_page(site, "glossary"))
+    notebooks = sources.notebooks(ROOT)
+    arms = every.arms({name: one.defaults for name, one in notebooks.items()})
+
+    def kind(arm):
+        return re.sub(r"[\d.]+$", "N", arm)
+
+    for name, known in arms.items():
+        title = TITLES[name].removesuffix(" (our own)")
+        _, _, table = page.partition(f"Arms in the notebook “{title}”")
+        listed = re.findall(r"<code>(.*?)</code>", table.partition("</table>")[0])
+        assert {*known} == {*listed}, name
+        for protocol in notebooks[name].protocols:
+            named = notebooks[name].settings(protocol).get("arms", "all").split(",")
+            assert {*map(kind, named)} <= {*map(kind, listed), "all"}, (name, protocol)
+
+
 def test_every_link_within_the_book_leads_to_a_place_that_is_there(site):
     places = {}  # of each page, what a link may name
     links = set()
@@ -351,16 +386,40 @@ def test_the_pdf_is_printed_by_a_browser_and_needs_one(
     small, browser, tmp_path, monkeypatch
 ):
     indexed = "```{index} !finding\n```\n\n# Found\n"
-    (small / "book" / "found.md").write_text(indexed)
+    rows = "<tr><td>a claim</td><td>holds</td></tr>" * 300
+    ledger = (
+        f"<div class='moe-long'><table class='moe'><tbody>{rows}</tbody></table></div>"
+    )
+    raw = f"\n```{{raw}} html\n{ledger}\n```\n"
+    (small / "book" / "found.md").write_text(indexed + raw)
+    (small / "book" / "_static").mkdir()
+    shutil.copy(STYLE, small / "book" / "_static")
     (small / "book" / "_config.yml").rename(small / "_config.yml")
     path = pdf.write(tmp_path / "book.pdf", small)
-    assert len(re.findall(rb"/Type /Page\b", path.read_bytes())) >= 2
+    sheets = len(re.findall(rb"/Type /Page\b", path.read_bytes()))
+    assert sheets > 6, "a table that scrolls on a screen is printed whole"
     assert b"/Outlines" in path.read_bytes()
     page = (small / "_build" / "singlehtml" / "intro.html").read_text()
     contents = page.partition('<nav class="moe-contents"><h2>Contents</h2><ol>')[2]
     assert contents.partition("</ol>")[0].count("<li><a href=") == 2
     monkeypatch.setattr(pdf.shutil, "which", lambda name: None)
     refused("E-DEP: the PDF is printed by one of chromium, ", pdf.write, path, small)
+
+
+@pytest.mark.browser
+def test_a_chapter_that_ends_with_its_sheet_is_followed_by_no_empty_one(
+    browser, tmp_path
+):
+    chapter = """<span id="document-{0}"></span><section><h1>{0}<a class="headerlink"></a></h1>
+    <p style="height: 700px; margin-bottom: 400px">A long text.</p></section>"""
+    chapters = "".join(map(chapter.format, ("one", "two")))
+    page = tmp_path / "page.html"
+    style = f"<!doctype html><link rel='stylesheet' href='{STYLE.as_uri()}'>"
+    page.write_text(f"{style}<h1>A book</h1>{pdf.contented(chapters)}")
+    browser.open(page.as_uri())
+    assert browser.printed() == 4, "the front page, the contents and two chapters"
+    place = "document.querySelector('#document-two').parentElement.tagName"
+    assert browser.run(place) == "SECTION", "a link leads to the chapter's own sheet"
 
 
 @pytest.mark.browser
@@ -426,6 +485,7 @@ def test_the_gate_finds_every_fault_of_a_wrong_page_alone(site, browser, tmp_pat
         "dark: image-alt",
         "px wide on a phone",
         "asks for http://127.0.0.1:9",
+        f"ERR_FILE_NOT_FOUND {(tmp_path / 'none.png').as_uri()}",
         "figures do not fill a phone",
         "a figure is text",
         "1 numbers are NaN",
@@ -486,6 +546,25 @@ def test_the_ledger_is_filtered_by_paper_and_there_is_one_search_field(site, bro
         ("what is a mixture of experts", "primer.html"),
         ("LoRA or ESFT", "which_method.html"),
         ("run on Colab", "how_to_rerun.html"),
+        ("ESFT versus LoRA", "which_method.html"),
+        ("LoRA vs ESFT", "which_method.html"),
+        ("best method", "which_method.html"),
+        ("choose a method", "which_method.html"),
+        ("how do I run this in Google Colab", "how_to_rerun.html"),
+        ("does fine-tuning forget old skills", "esft_theory.html"),
+        ("mixture of experts explained", "primer.html"),
+        ("xylophones and the mixture of experts", "primer.html"),
+        # Not looked at while keywords were chosen.
+        ("how were the studies planned", "designs.html"),
+        ("cost of renting a GPU", "plan.html"),
+        ("mistakes in the tables of the papers", "audit.html"),
+        ("does it install on Windows", "doors.html"),
+        ("teaching a workshop", "teaching.html"),
+        # No questions.
+        ("balance loss", "glossary.html"),
+        ("shared experts", "glossary.html"),
+        ("what is LoRA", "glossary.html"),
+        ("dedup", "reference_methods_rocket.html"),
     ],
 )
 def test_a_question_finds_the_page_that_answers_it_first(site, browser, query, page):

@@ -182,6 +182,54 @@ def test_slides_are_of_the_papers_own_notebook_and_its_pages(built):
     assert task.title.startswith("Your turn: ")
 
 
+DRAWN = {"output_type": "display_data", "data": {"image/png": "AAAA"}, "metadata": {}}
+
+
+@pytest.fixture(scope="module")
+def decks(tmp_path_factory, ledger, pools):
+    """Each paper's slides from the book's own pages and committed runs, all figures drawn."""
+    folder = tmp_path_factory.mktemp("decks")
+    executed = folder / "book" / "notebooks"
+    executed.mkdir(parents=True)
+    (folder / "notebooks").symlink_to(ROOT / "notebooks")
+    for path in editions.BOOK.iterdir():
+        if path.name not in ("notebooks", "_generated"):
+            (folder / "book" / path.name).symlink_to(path)
+    for path in (ROOT / "notebooks").glob("*_findings.ipynb"):
+        notebook = nbformat.read(path, as_version=4)
+        for cell in notebook.cells:
+            if "mystnb" in cell.metadata:
+                cell.outputs = [nbformat.from_dict(DRAWN)]
+        nbformat.write(notebook, executed / path.name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slides.verdicts, "ledger", lambda *_, **__: ledger)
+        patch.setattr(slides.prose.store, "pools", lambda name, *_: pools(name))
+        return {
+            paper: [*slides.slides(paper, folder)] for paper in slides.papers.PAPERS
+        }
+
+
+def test_a_deck_tells_the_matched_comparison_the_price_and_the_caution_too(decks):
+    told = {
+        paper: " ".join(slide.text for slide in deck) for paper, deck in decks.items()
+    }
+    assert "Against a dense model with as many trained weights" in told["pesc"]
+    assert "On its four tasks it reaches" in told["esft"], "it learns less"
+    for paper, text in told.items():
+        assert "The price" in text and "Caution: " in text, paper
+
+
+def test_no_slide_has_a_raw_role_a_pools_name_or_speaks_of_another_place(decks, pools):
+    for paper, deck in decks.items():
+        names = "|".join(pools(paper))
+        for slide in deck:
+            read = f"{slide.text} {slide.caption}"
+            assert not re.search(r"\{[\w:]+\}`", read), (paper, slide.title)
+            assert not re.search(f"`({names})`", read), (paper, slide.title)
+            other = re.search(r"\b(above|below)\b(?! zero)", read)
+            assert not other, (paper, slide.title)
+
+
 @pytest.mark.parametrize(
     ("page", "part", "words"),
     [
