@@ -87,6 +87,9 @@ def imported(package: str) -> list[str]:
 def page(package: str) -> str:
     """Write the page of a package; what it is for stands in its docstring."""
     parts = [f"# {package}\n"]
+    if package == "moebook.errors":
+        found_by = ", ".join(f"!{code}" for code in [*codes.REFUSALS, *codes.WARNINGS])
+        parts.insert(0, f"```{{index}} {found_by}\n```\n\n")
     inside = list(modules(package))
     for module in inside:
         internal = imported(module)
