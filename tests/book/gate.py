@@ -2,19 +2,28 @@
 
 A page fails where axe-core finds something critical or serious, in light or in dark, where it is
 taller than 12,000 px at a width of 1400 or than 20,000 px on a phone (a notebook with its code
-folded: who reads the code scrolls for it), prints on more than 20 sheets, is larger than 3 MB
-though no notebook, loses a heading in print, is wider than a phone or cuts a formula there,
-throws an error or writes one to the console, or asks another host for anything. A long table must
-show ten rows at once, and a figure fill a phone.
-No number of a table or a drawing is NaN, and no caption stands without its figure.
+folded: who reads the code scrolls for it; what scrolls within a box counts on a phone), prints on
+more than 20 sheets, is larger than 3 MB though no notebook, loses a heading in print, is wider
+than a phone or cuts a formula there, throws an error or writes one to the console, or asks another
+host for anything. A long table must
+show ten rows on arrival, at 1400 x 900, and a figure fill a phone.
+No number of a table or a drawing is NaN, and no caption stands without its figure. The build judges
+figures (`moebook.lab.plotting.charts.faults`): the gate finds those that have not been there.
 Exits with 1 if one fails.
 """
 
+import base64
+import hashlib
+import re
 import sys
 import tempfile
 from pathlib import Path
 
 from chromium import Chromium, installed
+from lxml import etree
+
+from moebook import storage
+from moebook.lab.records import runs
 
 TALLEST = 12_000
 LARGEST = 3_000_000
@@ -22,10 +31,10 @@ PHONE = 420
 TALLEST_ON_A_PHONE = 20_000
 ROWS = 10
 SHEETS = 20
-# Of each long table, the rows that its box shows at once, or ten where it has no more.
+# Of each long table, the rows that are seen on arrival, or ten where it has no more.
 SHOWN = """[...document.querySelectorAll('.moe-long')].map(box => {
   const rows = [...box.querySelectorAll('tbody tr')];
-  const bottom = box.getBoundingClientRect().top + box.clientHeight;
+  const bottom = Math.min(box.getBoundingClientRect().top + box.clientHeight, innerHeight);
   const shown = rows.filter(row => row.getBoundingClientRect().bottom <= bottom + 1);
   return shown.length === rows.length ? 10 : shown.length;
 })"""
@@ -34,6 +43,10 @@ NARROW = """[...document.querySelectorAll('.cell_output img, img.moe-plot')].fil
   const column = one.closest('section, article').getBoundingClientRect().width;
   return one.offsetParent && Math.abs(one.getBoundingClientRect().width - column) > 24;
 }).length"""
+# What is not in a page's height, since it scrolls within its boxes.
+HIDDEN = """[...document.querySelectorAll('main *')].filter(
+  box => box.checkVisibility() && /auto|scroll/.test(getComputedStyle(box).overflowY)
+).reduce((height, box) => height + box.scrollHeight - box.clientHeight, 0)"""
 STILL = "document.head.insertAdjacentHTML('beforeend', '<style>* {transition: none !important}')"
 THEME = (
     "Object.assign(document.documentElement.dataset, {theme: '%s', mode: '%s'}); null"
@@ -95,7 +108,7 @@ def faults(browser, page):
     width = browser.run(SIZE % "scrollWidth")
     if width > PHONE:
         yield f"{width} px wide on a phone"
-    height = browser.run(SIZE % "scrollHeight")
+    height = browser.run(SIZE % "scrollHeight") + browser.run(HIDDEN)
     if height > TALLEST_ON_A_PHONE:
         yield f"{height} px tall on a phone"
     if formulas := browser.run(CUT):
@@ -107,8 +120,46 @@ def faults(browser, page):
     yield from (f"throws {error['text']}" for error in browser.errors)
 
 
+def figures(site):
+    """Yield the figures that the build has not judged, and drawings that say NaN."""
+    known = set(judged(site.parents[1] / "book"))
+    for picture in sorted((site / "_images").glob("*")):
+        content = picture.read_bytes()
+        is_drawing = picture.suffix == ".svg"
+        is_by_hand = is_drawing and b"matplotlib" not in content
+        if not is_by_hand and storage.digest(picture) not in known:
+            yield f"{picture.name} was not judged by the build"
+        if is_drawing and _says_nan(content):
+            yield f"{picture.name} says NaN"
+
+
+def judged(book):
+    """Yield the digest of each figure that the build has judged, and found to be readable.
+
+    The front page's is judged before it is written. Those of notebooks are judged as they are
+    drawn, but for what a cell draws with matplotlib itself, and the run says what was found.
+    """
+    yield from map(storage.digest, (book / "_generated").glob("*.svg"))
+    for copy in (book / "notebooks").glob("*.ipynb"):
+        cells = storage.read_ipynb(copy)["cells"]
+        run = runs.read_head(copy.with_suffix(".parquet"))
+        draws_itself = any("matplotlib" in cell["source"] for cell in cells)
+        if run.manifest.get("unreadable") or draws_itself:
+            continue
+        for output in (one for cell in cells for one in cell.get("outputs", [])):
+            picture = output.get("data", {}).get("image/png")
+            if picture:
+                yield hashlib.sha256(base64.b64decode(picture)).hexdigest()
+
+
+def _says_nan(drawing):
+    """Whether a text of an SVG is NaN; where letters are shapes, matplotlib remarks the text."""
+    texts = [one.text or "" for one in etree.fromstring(drawing).iter()]
+    return any(re.search(r"\bnan\b", text, re.IGNORECASE) for text in texts)
+
+
 def main(site):
-    """Print a line a page; return whether all are right."""
+    """Print a line a page, and one for all figures; return whether all are right."""
     right = True
     with tempfile.TemporaryDirectory() as profile:
         browser = Chromium(installed(), profile)
@@ -123,7 +174,9 @@ def main(site):
             )
             right &= not found
         browser.close()
-    return right
+    unsound = list(figures(Path(site).resolve()))
+    print(f"{'FAILS' if unsound else 'ok   '} figures: {'; '.join(unsound)}")
+    return right and not unsound
 
 
 if __name__ == "__main__":

@@ -193,8 +193,8 @@ def test_the_smallest_effect_that_a_pool_sees_stands_beside_the_papers(folder):
         "ledger", rows=[row, _row("pesc.none")], places=pages.Places(folder)
     )
     assert (
-        f"finds a true effect of {seen} four times in five; the paper&#39;s effect is 0.9 points"
-        in page
+        f"finds a true effect of {seen} four times in five</li>"
+        "<li>the paper&#39;s effect is 0.9 points</li>" in page
     )
     assert page.count("four times in five") == 1
     assert page.count("what it would cost") == 1
@@ -376,8 +376,8 @@ def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survi
     rows += [_row("pesc.live", _pool(0.9, tier="cpu")), _row("pesc.none")]
     text = pages.page("chance", rows=rows)
     assert (
-        "The 6 claims have 4 verdicts about a direction that seeds decide, one per claim"
-        in text
+        "The 6 claims have 4 verdicts from several seeds on which of two things is larger, "
+        "one per claim" in text
     )
     assert "; 2 of these are *holds* or *fails*" in text
     assert "The table above has 0 more" in text
@@ -385,7 +385,7 @@ def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survi
     more = pages.page(
         "chance", rows=[*rows, _row("pesc.equal", _pool(0.9), claim=equal)]
     )
-    assert "have 4 verdicts about a direction" in more
+    assert "have 4 verdicts from several seeds" in more
     assert "The table above has 1 more" in more
     assert "\n| 1 M | 4 | 0 | 2 |\n" in text
     assert "chance alone would produce about 0.2." in text
@@ -430,7 +430,8 @@ def test_the_audit_shows_every_finding_and_folds_those_of_one_cause():
     page = pages.audit(found)
     assert all(f"row {number}" in page for number in (0, 1, 2, 9))
     assert page.count("and 2 more") == 1
-    assert "<p>a &lt;mean&gt;; row 1 1.0 (1.1); row 2 1.0 (1.1)</p>" in page
+    assert "<p>a &lt;mean&gt;</p>" in page
+    assert re.findall("<li>(.*?)</li>", page) == ["row 1 1.0 (1.1)", "row 2 1.0 (1.1)"]
     assert "its cells give 1.1; as it should." in page  # alone it needs no fold
     assert "a &lt;mean&gt;" in page
     assert "<mean>" not in page
@@ -484,6 +485,27 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
     for fact in ("this build (smoke, on its page)", "1 seed: 0<", "2026-01-02<"):
         assert fact in live
     assert pages.recorded(project / "empty") == "No run has been recorded yet.\n"
+
+
+def test_every_note_of_a_verdict_is_an_item_whatever_it_says(folder, monkeypatch):
+    said = ["a & b; 1 < 2", "last"]
+    monkeypatch.setitem(pages.ENVIRONMENT.globals, "notes", lambda _: said)
+    row = _row(CLAIM.id, _pool(0.5, step=4))
+    page = pages.page("ledger", rows=[row], places=pages.Places(folder))
+    assert "<li>a &amp; b</li><li>1 &lt; 2</li><li>last</li></ul>" in page
+    assert page.count('<p class="moe-paper">') == 3
+
+
+def test_protocols_without_a_plan_are_listed_with_what_they_are_for(ledger):
+    page = pages.designs(ROOT, ledger).partition("% tiers")[2].partition("% plans")[0]
+    names = re.findall(r'data-label="protocol"><code>(\w+)<', page)
+    for name in ("smoke", "cpu", "gpu", "paper", "class"):
+        assert names.count(name) == 1
+    row = page.partition("<code>class</code>")[2].partition("</tr>")[0]
+    assert "courses: one parameter to change" in row
+    assert "esft" in row and "kernels" not in row
+    assert "moebook run pesc --on class" in row
+    assert "fixed" not in names  # it has a plan
 
 
 def test_a_study_that_still_runs_decides_nothing_yet(ledger, monkeypatch):

@@ -66,6 +66,14 @@ KINDS = {  # label to the badge's class in _static/moebook.css; others are incon
     "not run": "notrun",
     "withdrawn": "notrun",
 }
+PURPOSES = {  # tier, or the protocol of courses, to what it is for
+    "smoke": "tests: everything runs, and the numbers mean nothing",
+    "cpu": "the live run on a notebook's page",
+    CLASS: "courses: one parameter to change",
+    "study": "runs on record that began without a plan",
+    "gpu": "larger models and data sets, on one large GPU",
+    "paper": "the papers' models and settings, where a paper has them",
+}
 FAULTS = {
     "values": "Generated values",
     "calls": "Calls with hostile values",
@@ -384,8 +392,28 @@ def designs(folder: Path, rows: Sequence[Row]) -> str:
         if design.pool and heads.RUNNING not in design.facts:
             theirs = [_label(by_id[claim], design.pool) for claim in design.decides]
             counted[design.notebook, design.protocol] = Counter(theirs).most_common()
-    about = _about(folder)
-    return page("designs", designs=every, counted=counted, about=about)
+    return page(
+        "designs",
+        designs=every,
+        counted=counted,
+        about=_about(folder),
+        unplanned=_unplanned(folder),
+    )
+
+
+def _unplanned(folder: Path) -> dict[str, tuple[str, list[str]]]:
+    """Return what each protocol without a plan is for, and the notebooks that have it."""
+    every: dict[str, tuple[str, list[str]]] = {}
+    for name, notebook in sources.notebooks(folder).items():
+        if notebook.findings:
+            continue
+        planned = heads.planned(notebook)
+        for protocol in notebook.protocols:
+            if protocol not in planned:
+                tier = str(notebook.settings(protocol)["tier"])
+                kind = CLASS if protocol == CLASS else tier
+                every.setdefault(protocol, (PURPOSES[kind], []))[1].append(name)
+    return every
 
 
 def _about(folder: Path) -> dict[tuple[str, str], str]:

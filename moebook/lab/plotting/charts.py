@@ -581,7 +581,8 @@ def check(figure: Figure, name: str) -> None:
 def faults(figure: Figure) -> Iterator[str]:
     """Say what cannot be read: NaN, text over text, a series without a point.
 
-    And a legend with a name of the code or of a study, or with more colours than one keeps in mind.
+    And a legend with a name of the code or of a study, with a series that no panel draws, or with
+    more colours than one keeps in mind.
     """
     figure.draw_without_rendering()
     unseen = {id(label) for axes in figure.axes for label in _beyond(axes)}
@@ -606,7 +607,18 @@ def faults(figure: Figure) -> Iterator[str]:
             not np.isfinite(np.asarray(points, float)).all(1).any() for points in drawn
         ):
             yield "a series has no point; leave it out, and out of the caption"
+    shown = [
+        artist
+        for axes in figure.axes
+        for artist in (*axes.lines, *axes.collections, *axes.patches)
+        if artist.get_visible()
+    ]
+    painted = {colour for artist in shown for colour in _colours(artist)}
     for key in figure.legends:
+        for mark, text in zip(key.legend_handles, key.get_texts(), strict=True):
+            if _is_coloured(mark) and painted.isdisjoint(_colours(mark)):
+                name = text.get_text().partition("\n")[0]
+                yield f"the legend has '{name}', which no panel draws"
         coloured = sum(map(_is_coloured, key.legend_handles))
         if coloured > COLOURED:
             more = f"{coloured} coloured series; expected at most {COLOURED}"
@@ -630,6 +642,11 @@ def _studies() -> frozenset[str]:
 
 def _is_coloured(handle: Artist | None) -> bool:
     """Whether a legend's mark has a colour: neither black, grey nor white."""
+    return any(max(colour) - min(colour) > 0.1 for colour in _colours(handle))
+
+
+def _colours(handle: Artist | None) -> set[tuple[float, ...]]:
+    """Return the colours of a mark that are not transparent: red, green and blue."""
     painted: list[Any]
     if isinstance(handle, Line2D):
         face = handle.get_markerfacecolor()
@@ -637,11 +654,10 @@ def _is_coloured(handle: Artist | None) -> bool:
     elif isinstance(handle, (Collection, Patch)):
         painted = [handle.get_facecolor(), handle.get_edgecolor()]
     else:
-        return False
+        return set()
     colours = np.concatenate([to_rgba_array(colour) for colour in painted])
     opaque = colours[:, 3] > 0  # what is hollow has a colour, too
-    red_green_blue = colours[opaque, :3]
-    return bool(np.ptp(red_green_blue, axis=1).max(initial=0) > 0.1)
+    return {tuple(colour) for colour in colours[opaque, :3].round(3).tolist()}
 
 
 def _beyond(axes: Axes) -> Iterator[Text]:

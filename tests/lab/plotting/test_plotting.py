@@ -594,6 +594,11 @@ def named_as_a_study(axes):
     axes.figure.legend(axes.lines, ["higher\n(5 seeds: mean, range)"])
 
 
+def promised_in_the_legend_alone(axes):
+    absent = matplotlib.lines.Line2D([0], [0], color=COLOURS[1])
+    axes.figure.legend([*axes.lines, absent], ["dense", "sparse\n(5 seeds)"])
+
+
 def with_a_fourth_colour(axes):
     lines = [axes.plot([0, 1], color=colour)[0] for colour in (*COLOURS[:4], INK)]
     axes.figure.legend(lines, list("abcde"))
@@ -638,6 +643,7 @@ def test_what_is_black_grey_white_or_hollow_has_no_colour():
         (with_four_hollow_points, "the legend has 4 coloured series"),
         (with_four_marks_on_grey, "the legend has 4 coloured series"),
         (with_a_fourth_colour, "the legend has 4 coloured series; expected at most 3"),
+        (promised_in_the_legend_alone, "the legend has 'sparse', which no panel draws"),
         (crowded, "'another one' lies over 'a long label'"),
         (with_nan, "'nan' says NaN"),
         (titles_that_meet, "'the title of a panel' lies over|lies over 'the title"),
