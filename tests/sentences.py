@@ -22,7 +22,7 @@ def long(text: str) -> Iterator[str]:
     text = re.sub(r"\{[\w:]+\}`[^`]*`|`[^`]*`|\$[^$]*\$", "word", text)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     for paragraph in re.split(r"\n\s*\n", text):
-        for sentence in re.split(r"(?<=[.!?;:])\**\s+", " ".join(paragraph.split())):
+        for sentence in re.split(r"(?<=[.!?])\**\s+", " ".join(paragraph.split())):
             if len(sentence.split()) > MOST:
                 yield sentence
 
