@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import gate
 import matplotlib
 import pytest
+import yaml
 from chromium import served
 
 from moebook import storage
@@ -495,6 +496,49 @@ def test_the_gate_finds_every_fault_of_a_wrong_page_alone(site, browser, tmp_pat
         "label-content-name-mismatch",
     ):
         assert fault in found
+
+
+@pytest.mark.browser
+def test_on_paper_answers_stay_shut_unless_unfolded_and_other_folds_open(
+    browser, tmp_path
+):
+    styles = (ROOT / "book" / "_static" / "moebook.css").as_uri()
+    kinds = {
+        "other": "class='sd-dropdown'",
+        "answers": "class='sd-dropdown moe-answers'",
+        "unfolded": "class='sd-dropdown moe-answers' open",
+    }
+    folds = "".join(
+        f"<details {kind}><summary>{name}</summary><p id={name}>x</p></details>"
+        for name, kind in kinds.items()
+    )
+    for name in ("router", "sizes"):
+        table = f"<details><summary>table</summary><p id={name}>x</p></details>"
+        folds += f"<figure class=moe-move data-move={name}>{table}</figure>"
+    page = tmp_path / "page.html"
+    page.write_text(f"<!doctype html><link rel=stylesheet href={styles}>{folds}")
+    browser.open(page.as_uri())
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    seen = browser.run(
+        "[...document.querySelectorAll('p')].filter(e => e.checkVisibility()).map(e => e.id)"
+    )
+    browser.call("Emulation.setEmulatedMedia", media="")
+    # The toy's table of logits, which the primer works on; not what a caption says already.
+    assert seen == ["other", "unfolded", "router"]
+
+
+def test_solutions_and_answers_print_shut():
+    config = yaml.safe_load((ROOT / "_config.yml").read_text())
+    assert config["sphinx"]["config"]["togglebutton_open_on_print"] is False
+    pages = [path.read_text() for path in (ROOT / "book").glob("*.md")]
+    for page in pages:
+        count = page.count("{dropdown} Answers\n")
+        assert page.count(":class-container: moe-answers\n") == count
+    assert sum("{dropdown} Answers\n" in page for page in pages) == 3
+    exercises = [*(ROOT / "book").glob("*_exercises.md")]
+    assert len(exercises) == 8
+    for path in exercises:
+        assert "only where you have unfolded them" in path.read_text(), path
 
 
 @pytest.mark.browser

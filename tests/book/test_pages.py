@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import pytest
@@ -181,6 +182,29 @@ def test_the_link_of_a_solution_begins_behind_the_space():
     extension._mend(None, "page", "page.html", context, None)
     mended = '<p>Solution to <a class="reference" href="#one">Exercise 10</a></p>'
     assert context["body"] == mended
+
+
+@pytest.mark.parametrize(
+    ("base", "named"),
+    [
+        ("https://x.org/", "A \\22 b\\22  & c · moebook · https://x.org/page.html"),
+        ("", "A \\22 b\\22  & c · moebook · https://x.org/repository"),
+    ],
+)
+def test_each_sheet_of_a_printed_page_says_what_it_is_and_where_the_book_is(
+    base, named
+):
+    theme = {"repository_url": "https://x.org/repository"}
+    config = SimpleNamespace(
+        html_title="moebook", html_baseurl=base, html_theme_options=theme
+    )
+    title = '<em>A</em> "b" &amp; c'
+    context = {"title": title, "pageurl": "https://x.org/page.html"}
+    extension._name_sheets(
+        SimpleNamespace(config=config), "page", "page.html", context, None
+    )
+    rule = f'<style>@page {{ @bottom-left {{ content: "{named}" }} }}</style>'
+    assert context["metatags"] == rule
 
 
 def test_the_smallest_effect_that_a_pool_sees_stands_beside_the_papers(folder):

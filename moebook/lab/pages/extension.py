@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import filecmp
+import html
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -78,6 +79,7 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", _without_aliases)
     app.connect("autodoc-process-signature", _with_first_values)
     app.connect("html-page-context", _mend, priority=900)  # after all who add scripts
+    app.connect("html-page-context", _name_sheets)
     return {"parallel_read_safe": True}
 
 
@@ -231,6 +233,27 @@ def _mend(
     for written, instead in INSTEAD.items():
         body = body.replace(written, instead)
     context["body"] = SPACE_IN_LINK.sub(r"\1 \2", body)
+
+
+def _name_sheets(
+    app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Let each printed sheet of a page say what it is, and where the book is found.
+
+    That is the page's address, if the configuration has the book's (``html_baseurl``); else the
+    page's title, the book's, and the address of the repository, if there is one.
+    """
+    title = html.unescape(re.sub(r"<[^>]+>", "", context.get("title", "")))
+    parts = [title, app.config.html_title]
+    if app.config.html_baseurl:
+        parts.append(context["pageurl"])
+    else:
+        parts.append(app.config.html_theme_options.get("repository_url", ""))
+    named = " · ".join(filter(None, dict.fromkeys(parts)))
+    # In a string of CSS: neither its end, nor that of the element.
+    quoted = re.sub(r'[\\"<\n]', lambda found: f"\\{ord(found[0]):x} ", named)
+    rule = f'@page {{ @bottom-left {{ content: "{quoted}" }} }}'
+    context["metatags"] = context.get("metatags", "") + f"<style>{rule}</style>"
 
 
 def badge(run: Run, folder: Path) -> str:
