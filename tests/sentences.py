@@ -7,10 +7,11 @@ import lxml.html
 
 MOST = 35  # words of a sentence
 HEADINGS = "h1 h2 h3 h4".split()
+STOPS = ".!?"
 BLOCKS = "p li td th dd dt figcaption caption summary div br".split()
 
 
-def long(text: str) -> Iterator[str]:
+def long(text: str, stops: str = STOPS) -> Iterator[str]:
     """Yield the sentences of a page, its code, tables and headings aside, of too many words."""
     for other in (
         r"```[\s\S]*?```",
@@ -21,8 +22,9 @@ def long(text: str) -> Iterator[str]:
     text = re.sub(r"(?m)^\s*(- |\d+\. |: )", "\n\n", text)
     text = re.sub(r"\{[\w:]+\}`[^`]*`|`[^`]*`|\$[^$]*\$", "word", text)
     text = re.sub(r"\]\([^)]*\)", "]", text)
+    ends = rf"(?<=[{stops}])\**\s+"
     for paragraph in re.split(r"\n\s*\n", text):
-        for sentence in re.split(r"(?<=[.!?])\**\s+", " ".join(paragraph.split())):
+        for sentence in re.split(ends, " ".join(paragraph.split())):
             if len(sentence.split()) > MOST:
                 yield sentence
 

@@ -249,7 +249,9 @@ def test_no_page_has_a_sentence_of_more_than_35_words(site):
     for page in site.rglob("*.html"):
         if page.stem not in NO_PROSE and "_static" not in page.parts:
             told = sentences.read(page.read_text(encoding="utf-8"))
-            long[str(page.relative_to(site))] = [*sentences.long(told)]
+            # A frozen head or a generated list may go on behind a colon.
+            ends = f"{sentences.STOPS};:"
+            long[str(page.relative_to(site))] = [*sentences.long(told, ends)]
     assert len(long) > 50
     assert {name: told for name, told in long.items() if told} == {}
 

@@ -100,7 +100,7 @@ class Task:
     templates: Sequence[str]  #: wordings with {slots}; a row draws one
     pool: Pool  #: enumerates all items; must be deterministic
     max_new_tokens: int  #: enough for every answer, of 2,048 byte pairs
-    #: How answers are read before they are compared, a name in COMPARE.
+    #: How answers are read before they are compared, a key of ``COMPARE``.
     compare: str = "first_line"
     rationales: bool = False  #: whether items carry a worked solution
     shipped: bool = True  #: whether the package ships it; else it is a user's file
