@@ -135,14 +135,14 @@ for (const code of document.querySelectorAll(".highlight-console pre, .bd-articl
   }
 }
 
-// A long name breaks behind a dot, a dash or an underscore: in a table, a fold's title, a signature, or beside the page.
+// A long name breaks behind a dot, a dash or an underscore, but no number does: in a table, a fold's title, a signature, or beside the page.
 const narrow = [
   ".bd-article :is(table code, summary code) .pre:not(:has(*))",
   "dt.sig :is(.sig-prename, .sig-name, .n, .default_value) .pre:not(:has(*))",
   ":is(.bd-sidenav, .bd-sidebar-secondary) :is(a:not(:has(*)), .pre)",
 ].join();
 for (const name of document.querySelectorAll(narrow)) {
-  const pieces = name.textContent.split(/(?<=[._/-])(?=.)/);
+  const pieces = name.textContent.split(/(?<=[._/-])(?<!\d[.]|\de-)(?=.)/);
   name.replaceChildren(...pieces.flatMap((piece, place) => (place ? [document.createElement("wbr"), piece] : [piece])));
 }
 

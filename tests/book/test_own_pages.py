@@ -174,6 +174,10 @@ def test_experts_are_chosen_trained_and_merged_for_everybodys_tools(place):
     }
     assert (tested.asked.unique().map(set) == {"own_train", "own_general"}).all()
     assert all(names["rates"][way] in grid for way, grid in names["grids"].items())
+    compared = {(file, seed) for file, seed, _ in names["compared"]}
+    assert compared == {("train.jsonl", 2), ("train.jsonl", 3)}
+    again = esft.load(models.load("my-moe")[0], "tasks/own_train")
+    assert esft.apply.trained(again)
 
 
 def test_rows_are_written_by_a_models_own_chat_template(place):
@@ -220,6 +224,10 @@ def test_one_task_is_trained_by_two_processes_as_by_one(place):
 def test_a_page_runs_in_the_type_that_it_names_for_a_gpu(place, page):
     how = {"dtype": torch.bfloat16}
     assert run(page, how)["how"] == how
+    if page == "own_esft":
+        for folder in ("my-task", "tasks/own_train"):
+            kept = load_file(place / folder / "trained.safetensors")
+            assert {values.dtype for values in kept.values()} == {torch.float32}
 
 
 def test_a_strangers_loras_are_chosen_and_mixed(place):
@@ -270,7 +278,7 @@ def test_a_run_is_planned_without_a_weight(place, capsys):
     lines = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
     trained = {name: int(line.split()[0]) for name, line in lines.items()}
     assert trained["lora"] < trained["pesc"] < trained["full"]
-    size = {name: int(line.split()[1]) for name, line in lines.items()}
+    size = {name: float(line.split()[1]) for name, line in lines.items()}
     assert trained["alone"] == 0
     assert size["alone"] < min(size["esft"], size["lora-sparse"])
     sparse, _ = models.load("my-moe")

@@ -315,10 +315,47 @@ def test_the_plans_say_what_the_page_on_methods_says_of_16_billion_weights():
                 assert least < middle < most
         for place, layout in (("one", "DDP"), ("one", "FSDP2"), ("own", "FSDP2")):
             assert held(chosen[place], layout) < held(lora[place], layout)
-        assert chosen["own"]["seconds"] < lora["own"]["seconds"]
+        for place in ("one", "own"):
+            assert chosen[place]["seconds"] < lora[place]["seconds"]
+    assert (lora["one"]["machine"], lora["own"]["machine"]) == ("h100", "a100x16")
+    assert "the plan says ESFT, on `a100x16` and on `h100`" in text
+    sizes = {
+        "LoRA": lora,
+        "ESFT-Token": known["ESFT-Token, one task"],
+        "ESFT-Gate": known["ESFT-Gate, one task"],
+        "full fine-tuning": full,
+    }
+    (row,) = re.findall(r"^.*Does it fit one GPU of 80 GB.*$", text, re.MULTILINE)
+    assert "one row of 4,096 tokens at a time" in row
+    for name, asked in sizes.items():
+        planned = asked["own"]
+        assert (planned["way"]["rows"], planned["length"]) == (1, 4096)
+        size = held(planned, "DDP, checkpointing", without=("engine", "beside"))
+        assert f"{name} ({size / 1e9:.1f} GB)" in row
+        fits, does_not = row.split(" do; ")
+        assert f"{name} (" in (fits if size <= 80e9 else does_not)
+    assert f"{lora['own']['trained'] / 1e9:.3f} billion weights" in text
+    assert f"weights alone are {lora['own']['alone'] / 1e9:.1f} GB in 16 bits" in text
 
 
-def held(planned, layout):
-    """Bytes on each GPU in a layout of a plan on record."""
+def test_the_page_of_plans_says_what_a_run_without_the_notebook_needs():
+    text = plans.shown(ROOT)
+    (label,) = set(re.findall(r'data-label="([^"]*nothing beside)"', text))
+    cells = re.findall(rf'data-label="{label}">(.*?)&nbsp;GB<', text)
+    record = json.loads((ROOT / plans.RECORD).read_text(encoding="utf-8"))
+    assert len(cells) == len(record["plans"])
+    for cell, asked in zip(cells, record["plans"], strict=True):
+        planned = asked["own"]
+        kind = "QLoRA" if planned["way"]["quantised"] else "DDP"
+        need = planned["layouts"][f"{kind}, checkpointing"]
+        size = held(planned, f"{kind}, checkpointing", without=("engine", "beside"))
+        assert cell == f"{(size - need['paged']) / 1e9:.1f}"
+    assert "on GPUs of 80 GB (h100)" in text
+    assert "rows of 4,096 tokens" in text or "row of 4,096 tokens" in text
+
+
+def held(planned, layout, without=()):
+    """Bytes on each GPU in a layout of a plan on record, some parts left out."""
     need = planned["layouts"][layout]
-    return sum(size for part, size in need.items() if part != "paged")
+    left = ("paged", *without)
+    return sum(size for part, size in need.items() if part not in left)
