@@ -123,7 +123,10 @@ def faults(browser, page):
 def figures(site):
     """Yield the figures that the build has not judged, and drawings that say NaN."""
     known = set(judged(site.parents[1] / "book"))
-    for picture in sorted((site / "_images").glob("*")):
+    shown = set()  # Sphinx leaves those of an earlier build beside them
+    for page in site.rglob("*.html"):
+        shown |= set(re.findall(r"_images/([^\"]+)\"", page.read_text("utf-8")))
+    for picture in sorted(site / "_images" / name for name in shown):
         content = picture.read_bytes()
         is_drawing = picture.suffix == ".svg"
         is_by_hand = is_drawing and b"matplotlib" not in content

@@ -66,6 +66,14 @@ def _cell(source):
     }
 
 
+def show(site, name, content):
+    """Put a picture into a site, on a page; return its path."""
+    storage.write(site / "page.html", f'<img src="_images/{name}" />')
+    picture = site / "_images" / name
+    storage.write(picture, content)
+    return picture
+
+
 @pytest.mark.parametrize(
     ("source", "manifest", "told"),
     [
@@ -79,8 +87,8 @@ def test_a_figure_that_the_build_has_not_judged_is_found(
     tmp_path, source, manifest, told
 ):
     site = tmp_path / "_build" / "html"
-    picture = site / "_images" / f"{hashlib.sha256(PNG).hexdigest()}.png"
-    storage.write(picture, PNG)
+    picture = show(site, f"{hashlib.sha256(PNG).hexdigest()}.png", PNG)
+    storage.write(site / "_images" / "earlier.png", b"of another build")
     copy = tmp_path / "book" / "notebooks" / "01_pesc.ipynb"
     cells = [_cell(source)] if source else []
     storage.write(copy, json.dumps({"nbformat": 4, "cells": cells}))
@@ -94,11 +102,11 @@ def test_a_figure_that_the_build_has_not_judged_is_found(
 def test_a_drawing_that_says_nan_is_found(tmp_path):
     for name, text, found in (("a", "nan %", 1), ("b", "nanoseconds", 0)):
         svg = f'<svg xmlns="http://www.w3.org/2000/svg"><text><tspan>{text}</tspan></text></svg>'
-        storage.write(tmp_path / name / "_images" / "a.svg", svg)
+        show(tmp_path / name, "a.svg", svg)
         faults = list(gate.figures(tmp_path / name))
         assert len(faults) == found
         assert all("says NaN" in fault for fault in faults)
     # matplotlib draws letters as shapes, and leaves each text as a remark.
     svg = '<svg xmlns="http://www.w3.org/2000/svg"><!-- nan --><g/></svg>'
-    storage.write(tmp_path / "c" / "_images" / "promises.svg", svg)
+    show(tmp_path / "c", "promises.svg", svg)
     assert len(list(gate.figures(tmp_path / "c"))) == 1

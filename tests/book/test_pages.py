@@ -773,7 +773,9 @@ HOW_LONG = {"less than a minute": (0, 45), "about a minute": (30, 120)}
 def test_how_long_a_notebook_says_that_it_takes_is_what_its_record_says():
     recorded = pace.times(ROOT)["notebooks"]["cpu"]
     for path in (ROOT / "notebooks").glob("*.ipynb"):
-        told = re.search(r"\*\*How long:\*\* ([a-z ]+) of CPU time on one core\.", path.read_text())
+        told = re.search(
+            r"\*\*How long:\*\* ([a-z ]+) of CPU time on one core\.", path.read_text()
+        )
         if told:
             shortest, longest = HOW_LONG[told[1]]
             name = path.stem.partition("_")[2]
