@@ -117,6 +117,7 @@ def test_every_page_runs_with_the_core_alone(tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)  # its trainings run on the project's bases
 def test_every_page_runs_on_models_of_somebodys(tmp_path):
     """Of another vocabulary, shape and training: the project's bases."""
     bases = BOOK.parent / "moebook" / "models"
