@@ -35,18 +35,6 @@ REFERENCE = {
     "kernels": "kernels",
 }
 """Notebook to the page of the reference with the functions that it calls."""
-ABBREVIATIONS = (
-    " Alg.",
-    " App.",
-    " Eq.",
-    " Fig.",
-    " Sec.",
-    "(Eq.",
-    "(Sec.",
-    "(App.",
-    "(Alg.",
-)
-"""What ends no sentence in a docstring: the reference's tables show the first one."""
 BEFORE_UNIT = re.compile(
     r"(?<=\d) (?=(?:B|GB|GiB|KiB|M|MB|MiB|TB|h|k|kB|min|ms|nats|points?|s|seeds|%)(?!\w))"
 )
@@ -66,10 +54,6 @@ STRAIGHT = str.maketrans("‘’“”", "''\"\"")
 
 def setup(app: Any) -> dict[str, Any]:
     """Connect to Sphinx."""
-    from sphinx.ext import autosummary  # which a page of findings does without
-
-    known: tuple[str, ...] = autosummary.WELL_KNOWN_ABBREVIATIONS
-    autosummary.WELL_KNOWN_ABBREVIATIONS = known + ABBREVIATIONS  # type: ignore[assignment]
     app.setup_extension("sphinx.ext.autodoc")  # whose event is listened to below
     app.connect("builder-inited", _complete)
     app.connect("env-get-outdated", _with_new_styles)
