@@ -599,6 +599,11 @@ def test_the_ledger_is_filtered_by_paper_and_there_is_one_search_field(site, bro
         ("how do I run this in Google Colab", "how_to_rerun.html"),
         ("does fine-tuning forget old skills", "esft_theory.html"),
         ("mixture of experts explained", "primer.html"),
+        ("ledger", "ledger.html"),
+        ("all claims", "ledger.html"),
+        ("verdicts", "ledger.html"),
+        ("records", "records.html"),
+        ("audit", "audit.html"),
         ("xylophones and the mixture of experts", "primer.html"),
         # Not looked at while keywords were chosen.
         ("how were the studies planned", "designs.html"),

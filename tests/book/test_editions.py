@@ -290,5 +290,6 @@ def test_a_course_is_told_changes_and_values_by_its_protocols_and_cost_by_its_ru
     page = pages.taught(editions.BOOK.parent)
     assert page.count("<tr><td") == 7
     assert "moebook run esft --on class -p p_gate=0.3" in page
-    assert len(re.findall(r">\d\d s of CPU time on \w", page)) == 7
+    assert len(re.findall(r">\d\d s on \w", page)) == 7
+    assert ">CPU time of one run at class</th>" in page
     assert pages.taught(tmp_path) == "No run of a course is on record.\n"

@@ -334,10 +334,18 @@ def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder):
             r'href="https://example.org/r/blob/b/moebook/methods/pesc/\w', page
         )
         assert (f'href="{section}"' in page) == committed
+        for text, file in (
+            ("code of the comparison", "moebook/lab/evidence/verdicts.py"),
+            ("code of the interval", "moebook/intervals.py"),
+        ):
+            address = f"https://example.org/r/blob/b/{file}"
+            assert re.search(rf'<a href="{address}#L\d+">{text}</a>', page)
+        values = f"<code>{CLAIM.value}</code> less <code>{CLAIM.reference}</code>"
+        assert f"<p>Recorded as {values}.</p>" in page
     built_from = storage.commit(ROOT)
     branch = f"/blob/{built_from['id'] if built_from else 'main'}/"
     for claim in {claim.function: claim for claim in papers.claims()}.values():
-        code = pages.Places(ROOT).code(claim)
+        code = pages.Places(ROOT).code(claim.function)
         file, _, line = code.partition(branch)[2].partition("#L")
         lines = (ROOT / file).read_text().splitlines()[int(line) - 1 :]
         first = next(text for text in lines if not text.startswith("@"))

@@ -251,8 +251,12 @@ class Places:
         links = {
             "findings": self._findings(claim) if pooled else None,
             "notebook": self._page(claim.notebook, self._anchors.get(claim.value, "")),
+            "code of the comparison": self.code(
+                "moebook.lab.evidence.verdicts.measure"
+            ),
+            "code of the interval": self.code("moebook.intervals.interval"),
             claim.function.removeprefix("moebook.").removeprefix("methods."): self.code(
-                claim
+                claim.function
             ),
         }
         return {text: url for text, url in links.items() if url}
@@ -304,9 +308,9 @@ class Places:
                 cells.append((heading, cell))
         return pages
 
-    def code(self, claim: Claim) -> str:
-        """Return the address of the line that defines a claim's function."""
-        return f"{self._repository}/{_defined(claim.function)}"
+    def code(self, function: str) -> str:
+        """Return the address of the line that defines a function."""
+        return f"{self._repository}/{_defined(function)}"
 
     @cached_property
     def _repository(self) -> str:

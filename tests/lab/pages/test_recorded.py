@@ -67,6 +67,12 @@ def test_seeds_that_ran_other_arms_do_not_count_as_equal(project):
     assert told in sources.overview(project)
 
 
+def test_a_span_of_seeds_does_not_break_over_lines(project):
+    for seed in (1, 2):
+        keep(project, ran(seed, "sparse", day=9, minutes=3))
+    assert "4 seeds: 0\u2060–\u20603<br>" in pages.recorded(project)
+
+
 def test_somebodys_own_notebook_is_listed_by_its_name(project):
     toy = project / "notebooks" / "30_mine.ipynb"
     shutil.copy(project / "notebooks" / "01_pesc.ipynb", toy)
