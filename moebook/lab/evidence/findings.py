@@ -55,6 +55,7 @@ PROMISES = {
 SMALL = "1 M"  # the scale at which all four were measured
 ARC = {"arc_easy", "arc_challenge"}  # its parts; a model's card has both as one
 PERCENT = {"share": "%", "percent_points": "points"}  # what is told with one decimal
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 # Columns of a table of arms.
 ARMS = ["measure", "arm", "value", "low", "high", "seeds", "unit"]
 
@@ -396,7 +397,7 @@ def benchmarks(pools: Mapping[str, Pool]) -> pd.DataFrame:
     if not tables:
         return pd.DataFrame()
     every = pd.concat(tables)
-    digits = every.select_dtypes("float").map("{:.3f}".format, na_action="ignore")
+    digits = every.select_dtypes("float").map(_said, na_action="ignore")
     # As objects: a column in which every number is missing takes text, too.
     return every.assign(**digits.astype(object)).fillna("")
 
@@ -500,7 +501,7 @@ def _words(value: float, low: float, high: float, unit: str) -> str:
         return f"{value:,.0f}"
     # Three digits would call it none.
     if 0 < abs(value) < 0.0005:
-        return records.minus(f"{value:.0e}")
+        return _power(value)
     return _said(value)
 
 
@@ -508,6 +509,13 @@ def _said(number: float) -> str:
     """Write a number; what rounds to zero has no sign."""
     text = f"{number:,.0f}" if abs(number) >= 1000 else f"{number:z.3f}"
     return records.minus(text)
+
+
+def _power(number: float) -> str:
+    """Write a number near zero as a digit times a power of ten: ``2 × 10⁻⁶``."""
+    digit, _, exponent = f"{number:.0e}".partition("e")
+    power = str(int(exponent)).translate(SUPERSCRIPTS)
+    return f"{records.minus(digit)} × 10{power}"
 
 
 def sizes(pool: Pool, kind: str, default: tuple[int, str]) -> dict[int, str]:

@@ -262,7 +262,9 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
     )
     assert findings.table(frame.assign(value=0.0, low=0.0, high=0.0)).loss["c"] == "0"
     tiny = dict.fromkeys(("value", "low", "high"), 1.6e-6)
-    assert findings.table(frame.assign(**tiny)).loss["c"] == "2e−06"
+    assert findings.table(frame.assign(**tiny)).loss["c"] == "2 × 10⁻⁶"
+    below_zero = dict.fromkeys(("value", "low", "high"), -4e-12)
+    assert findings.table(frame.assign(**below_zero)).loss["c"] == "−4 × 10⁻¹²"
     shares = {"unit": "share", "value": 0.207, "low": -0.014, "high": 0.228}
     told = findings.table(frame.assign(**shares))
     assert told.loss["c"] == "20.7 % (−1.4 to 22.8)"
@@ -587,6 +589,10 @@ def test_recorded_benchmarks_stand_beside_chance_and_their_model_card(pools):
     assert {*told.index} == {*right, "ai2_arc"}
     for name, share in right.items():
         assert told[name] == f"{share:.3f}"
+    chance = scores.loc["smollm2"].chance
+    below = told.astype(float) < chance.astype(float)
+    assert below.any()
+    assert scores.loc["smollm2"]["SE over chance"][below].str.startswith("−").all()
     both = (right["arc_easy"] + right["arc_challenge"]) / 2
     assert float(told["ai2_arc"]) == pytest.approx(both, abs=1e-3)
     assert findings.benchmarks({"nano": every["nano"]}).empty
