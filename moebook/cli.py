@@ -211,6 +211,13 @@ def option(*names: str, **rules: Any) -> Option:
     return names, rules
 
 
+SET = option(
+    "-p", action="append", default=[], metavar="NAME=VALUE", help="set a parameter"
+)
+DEVICE = option("--device", default="auto", help="auto, cpu, cuda (default: auto)")
+DEVICE_CPU = option("--device", default="cpu", help="auto, cpu, cuda (default: cpu)")
+
+
 def command(*options: Option) -> Callable[[Command], Command]:
     """Register a function as a sub-command; its docstring is the help."""
 
@@ -226,9 +233,7 @@ def command(*options: Option) -> Callable[[Command], Command]:
     option(
         "--on", "--tier", dest="protocol", default="cpu", metavar="PROTOCOL", help=ON
     ),
-    option(
-        "-p", action="append", default=[], metavar="NAME=VALUE", help="set a parameter"
-    ),
+    SET,
     option("--force", action="store_true", help="run even if nothing has changed"),
 )
 def run(options: argparse.Namespace) -> int:
@@ -341,9 +346,7 @@ def list_(options: argparse.Namespace) -> int:
     option(
         "--gpu", default="h100", metavar="NAME", help="such as h200x8 (default: h100)"
     ),
-    option(
-        "-p", action="append", default=[], metavar="NAME=VALUE", help="set a parameter"
-    ),
+    SET,
     option(
         "--price", type=float, help="dollars an hour and GPU (default: an assumption)"
     ),
@@ -355,7 +358,7 @@ def list_(options: argparse.Namespace) -> int:
     option(
         "--measure", action="store_true", help="measure what is predicted, on --device"
     ),
-    option("--device", default="cpu", help="auto, cpu, cuda (default: cpu)"),
+    DEVICE_CPU,
 )
 def plan(options: argparse.Namespace) -> int:
     """Say what a notebook's trainings need, before they run: memory, hours, cost, what fits."""
@@ -438,7 +441,7 @@ def serve(options: argparse.Namespace) -> int:
     option(
         "--limit", type=int, metavar="N", help="first rows of each task (default: all)"
     ),
-    option("--device", default="auto", help="auto, cpu, cuda (default: auto)"),
+    DEVICE,
     option(
         "--batch", type=int, default=16, help="sequences a forward pass (default: 16)"
     ),
@@ -563,7 +566,7 @@ def compare(options: argparse.Namespace) -> int:
     ),
     option("--peers", action="store_true", help="list the peers that are installed"),
     option("--threads", type=int, default=1, help="CPU threads (default: 1)"),
-    option("--device", default="auto", help="auto, cpu, cuda (default: auto)"),
+    DEVICE,
     option("--rounds", type=int, default=5, help="rounds of measurement (default: 5)"),
     option("--scale", help="tiny, small, full or model (default: that of the goals)"),
 )
@@ -626,7 +629,7 @@ def bench(options: argparse.Namespace) -> int:
     option(
         "--steps", type=int, help="stop after this many steps; the next call continues"
     ),
-    option("--device", default="cpu", help="auto, cpu, cuda (default: cpu)"),
+    DEVICE_CPU,
 )
 def pretrain(options: argparse.Namespace) -> int:
     """Pretrain a base by its recipe, in runs/pretrain/; continue where it stopped."""

@@ -289,6 +289,15 @@ class Presets:
         return cls(**{**cls.PRESETS[name], **changes})
 
 
+def tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn lists into tuples, as settings have them; JSON and YAML know lists alone."""
+    given = {**values}
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = tuple(value)
+    return given
+
+
 def restored(kind: type[Kind], values: Mapping[str, Any], where: object) -> Kind:
     """Make settings again from what JSON kept of them; all fields must be given."""
     known: dict[str, Any] = kind.__pydantic_fields__  # type: ignore[attr-defined]
@@ -297,11 +306,9 @@ def restored(kind: type[Kind], values: Mapping[str, Any], where: object) -> Kind
         name = min(odd)
         problem = f"setting '{name}' is missing or unknown"
         refuse("E-FORMAT", f"{where}: {problem}; {nearest(name, known)}")
-    given = dict(values)
+    given = tuples(values)
     for name, value in values.items():
-        if isinstance(value, list):
-            given[name] = tuple(value)
-        elif isinstance(value, dict) and is_dataclass(known[name].annotation):
+        if isinstance(value, dict) and is_dataclass(known[name].annotation):
             given[name] = restored(known[name].annotation, value, where)
     with located(where):
         return kind(**given)

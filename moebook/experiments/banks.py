@@ -7,7 +7,7 @@ the same rows, and the same draws of shots; so a seed is a bank, and banks are w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +17,25 @@ import torch
 from torch import nn
 
 from moebook.data import tasks
-from moebook.errors import Refusal, nearest, refuse
+from moebook.errors import nearest
 from moebook.experiments import needs, pipeline
 from moebook.experiments.arm import (
     Complaints,
     Settings,
     asked,
+    complaint,
     picked,
     refuse_complaints,
 )
 from moebook.experiments.experiment import Recorder
 from moebook.experiments.pipeline import Arm
-from moebook.experiments.rocket import SIZES, annotated, encoder_there, too_few
+from moebook.experiments.rocket import (
+    SIZES,
+    annotated,
+    bank_training,
+    encoder_there,
+    too_few,
+)
 from moebook.methods import rocket
 from moebook.methods.rocket.augment import Encoder
 from moebook.methods.rocket.bank import Bank, Row
@@ -52,6 +59,8 @@ WHAT = {
 """Arm to the experts that it takes, in one line."""
 DRAWS = 1000  # most draws of the shots; seeds of one run begin at as many times its own
 Cases = Mapping[str, Case]  # what the shots say of each kind's bank
+# Names the experts that an arm takes from the bank of a kind.
+Choice = Callable[[Cases, str, Bank, rocket.Config], tuple[str, ...]]
 
 
 def main(settings: Settings) -> rocket.Config:
@@ -68,7 +77,7 @@ def solver(case: Case, bank: Bank) -> str:
     return str(order.sort_values(["solved", "nats"], kind="stable").index[0])
 
 
-def _by(**changes: Any) -> Callable[[Cases, str, Bank, rocket.Config], tuple[str, ...]]:
+def _by(**changes: Any) -> Choice:
     """Choose by Algorithm 1 as an arm of Rocket with these ``changes`` does."""
 
     def chosen(
@@ -96,7 +105,7 @@ def _exchanged(
     return _by()(cases, OTHER[kind], bank, config)
 
 
-CHOICES: dict[str, Callable[[Cases, str, Bank, rocket.Config], tuple[str, ...]]] = {
+CHOICES: dict[str, Choice] = {
     "own_choice": _by(),
     "exchanged": _exchanged,
     "answers_only": _by(rationales=False),
@@ -114,18 +123,15 @@ def kinds(arm: str) -> tuple[str, ...]:
     return WHERE.get(arm, tuple(KINDS))
 
 
-def check(settings: Settings) -> dict[str, Any]:
+def check(settings: Settings) -> dict[str, Choice]:
     """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE)."""
     arms = asked(settings, CHOICES)
-    try:
-        main(settings)
-    except Refusal as refusal:
-        refuse("E-RANGE", refusal.message)
     refuse_complaints(_needs(settings))
     return arms
 
 
-def _needs(settings: Settings) -> Iterator[str]:
+def _needs(settings: Settings) -> Complaints:
+    yield from complaint("", main, settings)
     yield from needs.named({"targets": settings["targets"]})
     yield from _targets(settings)
     names = members(settings)
@@ -135,10 +141,7 @@ def _needs(settings: Settings) -> Iterator[str]:
             if name not in rocket.bank.EMBEDDED:
                 close = nearest(name, rocket.bank.EMBEDDED)
                 yield f"members lists {name!r}: banks are made of embedded tasks: {close}"
-    steps = -(-settings["bank_rows"] // rocket.bank.RECIPE["batch"])
-    if steps * settings["bank_epochs"] == 1:
-        why = "a LoRA's only step is that of the warm-up, at rate 0, so nothing is trained"
-        yield f"bank_rows = {settings['bank_rows']}: {why}; take more, or more bank_epochs"
+    yield from bank_training(settings)
     yield from too_few(settings, names)
     yield from encoder_there(settings)
 

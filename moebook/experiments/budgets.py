@@ -277,23 +277,15 @@ class Budgets:
 
         return rates.choose(names, grid, loss)
 
-    def run(self, name: str, rate: float) -> Result:
-        """Train an arm until the tokens are spent, and test it."""
-        trained = train(
-            self.setup, self.arms[name], lr=rate, amount=self.amounts["tokens"]
-        )
+    def run(self, name: str, rate: float, kind: budget.Kind = "tokens") -> Result:
+        """Train an arm until the budget of a kind is spent, and test it."""
+        amount = self.amounts[kind]
+        trained = train(self.setup, self.known[name], lr=rate, amount=amount, kind=kind)
         return Result(trained, self.test(trained.model))
 
     def run_again(self, name: str, best: Rates) -> Result:
         """Train an arm until the FLOPs are spent, at the rate that `choose_rates` gave it."""
-        trained = train(
-            self.setup,
-            self.known[name],
-            lr=best[name],
-            amount=self.amounts["flops"],
-            kind="flops",
-        )
-        return Result(trained, self.test(trained.model))
+        return self.run(name, best[name], "flops")
 
 
 def record(run: Recorder, experiment: Budgets, name: str, result: Result) -> None:

@@ -28,6 +28,7 @@ from moebook.experiments.targets import (
     bank_of,
     best_on_test_rows,
     kind,
+    own_recipe,
     refuse_unjudged,
 )
 from moebook.methods import rocket
@@ -188,12 +189,9 @@ def whole(
     settings: Settings, model: nn.Module, tokenizer: Any, pool: Pool
 ) -> dict[str, Lora]:
     """Train a LoRA on each target's own training set, by the bank's recipe."""
-    recipe: dict[str, Any] = {}
+    recipe = own_recipe(settings)
     if settings["source"] == "embedded":
-        recipe = rocket.bank.RECIPE | {
-            "epochs": settings["bank_epochs"],
-            "lr": settings["bank_rate"],
-        }
+        recipe |= {"epochs": settings["bank_epochs"], "lr": settings["bank_rate"]}
     own = {
         f"whole/{target}": rows[: settings["whole_rows"]]
         for target, rows in pool.annotated.items()

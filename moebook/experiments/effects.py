@@ -42,6 +42,14 @@ def of_rates(settings: Settings, usual: str, trial: str) -> Idle:
         yield trial, "rates is empty, so none is tried"
 
 
+def of_mix(settings: Settings, tested: str) -> Idle:
+    """Tell what has no effect by where the rows come from; ``tested`` lists what is tested."""
+    if settings["mix"] == "embedded":
+        yield from of_rows("revisions data_folder chat", tested)
+    else:
+        yield "rows_per_task", "mix says which rows there are"
+
+
 def of_rows(names: str, text: str) -> Idle:
     """Tell what has no effect where a text lists no set of the hub."""
     if all(tasks.known(name) for name in text.split(",") if name):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 import torch
-from pydantic import Field, SkipValidation
 from torch import Tensor, nn
 
 from moebook import lists
 from moebook.data import hub, tasks
-from moebook.errors import Refusal, nearest, refuse, refuse_unknown
+from moebook.errors import Refusal, nearest, refuse
 from moebook.experiments import effects, needs, rates
 from moebook.experiments.arm import Complaints, Settings, complaint
 from moebook.experiments.checks import Check
@@ -26,15 +24,17 @@ from moebook.methods.esft.score import Scores
 from moebook.models.anatomy import anatomy
 from moebook.models.skeleton import configuration, skeleton
 from moebook.nn.batch import longest
-from moebook.settings import Each, checked
 
 LISTS = ("general", "alignment")
 COLON = re.compile("(?<!^[A-Za-z]):")  # none behind the letter of a drive
-RANKS = 512  # the largest rank of LoRA in the paper's sweep (Sec. 6.2)
-
-
-Amount = Annotated[int | float, Field(gt=0, le=10**6)]  # ranks stay whole
-Tried = Mapping[str, Each[Amount]]  # by method, smallest first
+# The parameter with the rate of a method's arms where none is tried.
+USUAL_RATES = {
+    "fft": "lr_fft",
+    "lora": "lr_lora",
+    "token": "lr_esft",
+    "gate": "lr_esft",
+}
+Tried = Mapping[str, Sequence[float]]  # sizes by method, smallest first
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ def sweep(settings: Settings) -> dict[str, list[float]]:
     Gate thresholds and ranks are compared place by place, so there must be as many.
     """
     tried = {
-        "gate": _rising(settings, "thresholds_gate", above=0, most=1),
-        "token": _rising(settings, "thresholds_token", above=0, most=1),
-        "lora": _whole(settings, "ranks", above=0, most=RANKS),
-        "groups": _whole(settings, "group_sizes", above=1, most=math.inf),
+        "gate": _rising(settings, "thresholds_gate"),
+        "token": _rising(settings, "thresholds_token"),
+        "lora": _whole(settings, "ranks"),
+        "groups": _whole(settings, "group_sizes"),
     }
     if len(tried["gate"]) != len(tried["lora"]):
         gates = f"thresholds_gate is '{settings['thresholds_gate']}'"
@@ -74,31 +74,26 @@ def sweep(settings: Settings) -> dict[str, list[float]]:
     return tried
 
 
-def _rising(settings: Settings, name: str, *, above: float, most: float) -> list[float]:
-    """Read rising numbers with commas between, one at least."""
+def _rising(settings: Settings, name: str) -> list[float]:
+    """Read rising numbers with commas between, one at least; their range the cell declares."""
     text = settings[name]
     values = lists.numbers(name, text)
-    inside = all(above < value <= most for value in values)
-    if not values or not inside or values != sorted(values):
-        limits = f"above {above}, at most {most}"
-        refuse("E-RANGE", f"{name} is '{text}', expected rising numbers {limits}")
+    if not values or values != sorted(values):
+        refuse("E-RANGE", f"{name} is '{text}', expected rising numbers")
     return values
 
 
-def _whole(settings: Settings, name: str, *, above: float, most: float) -> list[float]:
+def _whole(settings: Settings, name: str) -> list[float]:
     """Read rising whole numbers with commas between, one at least."""
-    values = _rising(settings, name, above=above, most=most)
+    values = _rising(settings, name)
     broken = [value for value in values if value != int(value)]
     if broken:
         refuse("E-RANGE", f"{name} lists {broken[0]:g}: expected whole numbers")
     return [int(value) for value in values]
 
 
-@checked
-def arms(tried: Tried, usual: Mapping[str, Amount]) -> dict[str, Arm]:
+def arms(tried: Tried, usual: Mapping[str, float]) -> dict[str, Arm]:
     """Return the arms by name: main ones of ``usual`` sizes, ``gate-0.3``, grouped ``gate-g2``."""
-    _check_methods("usual", usual, ["lora", *get_args(Score)])
-    _check_methods("tried", tried, ["lora", "groups", *get_args(Score)])
     known = {
         "fft": Arm("fft"),
         "lora": Arm("lora", usual["lora"]),
@@ -116,28 +111,8 @@ def arms(tried: Tried, usual: Mapping[str, Amount]) -> dict[str, Arm]:
     return known
 
 
-def _check_methods(name: str, sizes: Mapping[str, Any], wanted: Iterable[str]) -> None:
-    missing = [method for method in wanted if method not in sizes]
-    if missing:
-        have = ", ".join(sizes) or "nothing"
-        expected = f"expected those of '{missing[0]}' too"
-        refuse("E-KEYS", f"{name} has sizes of {have}, {expected}")
-
-
-def _check_rising(tried: Tried) -> None:
-    """Refuse sizes that do not rise, or of which two give their arms one name."""
-    for method, sizes in tried.items():
-        names = [f"{size:g}" for size in sizes]
-        if list(sizes) != sorted(sizes) or len({*names}) < len(names):
-            have = f"sizes {', '.join(names)} of {method}"
-            refuse("E-RANGE", f"tried has {have}, expected rising ones, each once")
-
-
-@checked
-def budget(tried: Tried, usual: Mapping[str, Amount]) -> dict[str, list[str]]:
+def budget(tried: Tried, usual: Mapping[str, float]) -> dict[str, list[str]]:
     """Return the names of Fig. 6's arms by method, smallest first; no value is trained twice."""
-    _check_methods("tried", tried, usual)
-    _check_rising(tried)
     names: dict[str, list[str]] = {}
     for method, main in usual.items():
         names[method] = []
@@ -146,13 +121,12 @@ def budget(tried: Tried, usual: Mapping[str, Amount]) -> dict[str, list[str]]:
     return names
 
 
-@checked
 def plan(
     arms: Mapping[str, Arm],
     model: nn.Module,
-    drawn: SkipValidation[Mapping[str, Iterable[Mapping[str, Any]]]],
+    drawn: Mapping[str, Iterable[Mapping[str, Any]]],
     scores: Mapping[str, Scores],
-    together: SkipValidation[Mapping[int, Tensor]],
+    together: Mapping[int, Tensor],
     *,
     preset: str,
     scale: float,
@@ -179,8 +153,6 @@ def plan(
             measured = scores[task]
             groups = None
             if arm.group > 1:
-                message = f"no samples are drawn for '{task}';"
-                refuse_unknown(task, drawn, "E-DATA", message)
                 bound = deepcopy(model)
                 groups = esft.group(bound, together, arm.group)
                 measured = esft.measure(bound, drawn[task], config)
@@ -226,11 +198,10 @@ def tested(settings: Settings) -> dict[str, str]:
 
 def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
     """Tell which parameters have no effect on these arms."""
-    usual = {"fft": "lr_fft", "lora": "lr_lora", "token": "lr_esft", "gate": "lr_esft"}
     trial = "" if settings["checkpoints"] else "watched_rows"
     yield from effects.of_rates(settings, "lr_fft lr_lora lr_esft", trial)
-    taken = {usual[arm.method] for arm in arms.values()}
-    for name in sorted({*usual.values()} - taken):
+    taken = {USUAL_RATES[arm.method] for arm in arms.values()}
+    for name in sorted({*USUAL_RATES.values()} - taken):
         yield name, "no arm of its method is here"
     if not any(arm.method == "lora" for arm in arms.values()):
         yield "lora_scale", "no arm here has LoRA"

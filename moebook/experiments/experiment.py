@@ -104,24 +104,13 @@ class Experiment:
     ) -> History:
         """Train an arm's model by the recipe, at its rate."""
         recipe = {**self.recipe, **arm.recipe(self.settings)}
-        return self._fit(arm, model, rate, recipe, arm.name, milestones)
-
-    def _fit(
-        self,
-        arm: Arm,
-        model: nn.Module,
-        rate: float,
-        recipe: Mapping[str, Any],
-        label: str,
-        milestones: Milestones = (),
-    ) -> History:
         return fit(
             model,
             self.train_rows,
             lr=rate,
             penalty=arm.penalty,
             milestones=milestones,
-            label=label,
+            label=arm.name,
             **recipe,
         )
 
@@ -168,7 +157,15 @@ class Experiment:
         def loss(name: str, rate: float) -> float:
             arm = self.arms[name]
             model = self.make(arm)
-            self._fit(arm, model, rate, trial, f"{name}, {rate}")
+            label = f"{name}, {rate}"
+            fit(
+                model,
+                self.train_rows,
+                lr=rate,
+                penalty=arm.penalty,
+                label=label,
+                **trial,
+            )
             return self.validate(model)
 
         return rates.choose(self.arms, grid, loss)

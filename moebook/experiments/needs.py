@@ -17,11 +17,14 @@ from moebook.training.recipe import Recipe
 WARMUP = Recipe().warmup  # where a notebook has no such parameter
 
 
-def embedded_tasks(parameter: str, text: str) -> Complaints:
-    """Complain about names in a list of tasks that are neither embedded nor a file's."""
+def embedded_tasks(parameter: str, text: str, asked: str) -> Complaints:
+    """Complain about names in a list of tasks that are neither embedded nor a file's.
+
+    ``asked`` is the parameter that asks for these, with its value.
+    """
     for name in text.split(","):
         if name and not tasks.known(name):
-            why = "mix = 'embedded' trains on embedded tasks and your files (*.jsonl)"
+            why = f"{asked} takes embedded tasks and your files (*.jsonl)"
             yield f"{parameter} lists {name!r}: {why}: {nearest(name, tasks.KNOWN)}"
 
 

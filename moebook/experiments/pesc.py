@@ -188,11 +188,7 @@ def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
         yield "lr_full", "the arm upcycled alone takes it"
     if all(each.rate == "lr_full" for each in arms.values()):
         yield "lr", "these arms take lr_full"
-    if settings["mix"] == "embedded":
-        hub_alone = "revisions data_folder chat"
-        yield from effects.of_rows(hub_alone, settings["tasks"])
-    else:
-        yield "rows_per_task", "mix says which rows there are"
+    yield from effects.of_mix(settings, settings["tasks"])
     hosts = set()
     balanced = False
     for each in arms.values():
@@ -221,7 +217,7 @@ def _needs(
     yield from rates.needs(settings, arms, every)
     yield from needs.more_than_a_step(settings, "steps")
     if settings["mix"] == "embedded":
-        yield from needs.embedded_tasks("tasks", settings["tasks"])
+        yield from needs.embedded_tasks("tasks", settings["tasks"], "mix = 'embedded'")
     yield from needs.named({"tasks": settings["tasks"]})
     yield from own.complaints(settings, {"tasks": settings["tasks"]})
     yield from needs.optimizer(settings, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from moebook.errors import Refusal, refuse
+from moebook.errors import located
 from moebook.experiments import needs, rates
 from moebook.experiments.arm import Complaints, Settings, complaint, picked
 from moebook.experiments.checks import Check
@@ -34,10 +34,8 @@ BEYOND = 2  # evaluations above the LoRAs' number that LoRAHub's search takes at
 def known(settings: Settings) -> dict[str, table.Arm]:
     """Return all arms by name; of a bank whose size a folder tells, as if it were the paper's."""
     sizes = picked(settings, "rate searches experts top_k")
-    try:
+    with located("", "E-RANGE"):
         return table.arms(len(members(settings) or SOURCES), **sizes)
-    except Refusal as refusal:
-        refuse("E-RANGE", refusal.message)
 
 
 def idle(settings: Settings, arms: Mapping[str, table.Arm]) -> Idle:

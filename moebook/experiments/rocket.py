@@ -14,7 +14,7 @@ import torch
 from moebook import lists
 from moebook.data import tasks
 from moebook.data.tasks.task import NAME
-from moebook.errors import Refusal, nearest, refuse
+from moebook.errors import Refusal, located, refuse
 from moebook.experiments import needs, rates
 from moebook.experiments.arm import Complaints, Settings, complaint, picked
 from moebook.experiments.checks import Check
@@ -41,10 +41,8 @@ def main(settings: Settings) -> rocket.Config:
 
 def known(settings: Settings) -> dict[str, Arm | None]:
     """Return all arms by name, as the sizes allow them; sizes that allow none are refused."""
-    try:
+    with located("", "E-RANGE"):
         return arms(main(settings), strict=settings["strict"])
-    except Refusal as refusal:
-        refuse("E-RANGE", refusal.message)
 
 
 def arms(config: rocket.Config, *, strict: float) -> dict[str, Arm | None]:
@@ -173,21 +171,16 @@ def _hull(settings: Settings) -> Complaints:
 
 def _rows_to_judge_by(settings: Settings) -> Complaints:
     """Complain about targets of which validation leaves no row for expert_lora to train on."""
-    several = len(_grid(settings)) > 1
-    if not several:
+    try:
+        tried = rates.grid(settings)
+    except Refusal:  # which is told elsewhere
+        return
+    if len(tried) < 2:
         return
     for name, count in annotated(settings).items():
         if settings["valid_rows"] >= count:
             why = f"{name} has {count} annotated rows, and expert_lora trains on the others"
             yield f"valid_rows = {settings['valid_rows']}: {why}; take less"
-
-
-def _grid(settings: Settings) -> list[float]:
-    """Return the rates that are tried; none where they cannot be read, which is told elsewhere."""
-    try:
-        return rates.grid(settings)
-    except Refusal:
-        return []
 
 
 def _steps(settings: Settings, arms: Mapping[str, Arm | None]) -> Complaints:
@@ -246,10 +239,9 @@ def _targets(settings: Settings) -> Complaints:
     yield from needs.files(listed, *splits)
     targets = settings["targets"].split(",")
     if settings["source"] == "embedded":
-        for name in targets:
-            if name and not tasks.known(name):
-                why = "source = 'embedded' has embedded tasks and your files (*.jsonl)"
-                yield f"targets lists {name!r}: {why}: {nearest(name, tasks.KNOWN)}"
+        yield from needs.embedded_tasks(
+            "targets", settings["targets"], "source = 'embedded'"
+        )
     yield from _shots(settings)
     benchmarks = settings["benchmarks"].split(",") if settings["benchmarks"] else []
     if benchmarks:
@@ -293,7 +285,7 @@ def _bank(settings: Settings) -> Complaints:
         yield from _unfit_names(settings, names)
         yield from too_few(settings, names)
     if makes_bank(settings):
-        yield from _bank_training(settings)
+        yield from bank_training(settings)
 
 
 def _unfit_names(settings: Settings, names: Sequence[str]) -> Complaints:
@@ -311,7 +303,7 @@ def _unfit_names(settings: Settings, names: Sequence[str]) -> Complaints:
             yield f"{where}: its LoRA {name!r}: {why}; {remedy}"
 
 
-def _bank_training(settings: Settings) -> Complaints:
+def bank_training(settings: Settings) -> Complaints:
     """Complain about LoRAs of a bank whose only step is that of the warm-up."""
     batch = rocket.bank.RECIPE["batch"]
     steps = settings["bank_epochs"] * math.ceil(settings["bank_rows"] / batch)

@@ -209,11 +209,7 @@ ARMS: dict[str, Arm] = {
 def idle(settings: Settings, arms: Mapping[str, Arm]) -> Idle:
     """Tell which parameters have no effect on these arms."""
     yield from effects.of_rates(settings, "lr", "rate_steps")
-    if settings["mix"] == "embedded":
-        tested = ",".join(_listed(settings))
-        yield from effects.of_rows("revisions data_folder chat", tested)
-    else:
-        yield "rows_per_task", "mix says which rows there are"
+    yield from effects.of_mix(settings, ",".join(_listed(settings)))
     if settings["second"] == settings["base"]:
         yield "second", "it is the base"
     planned = [plan(settings)[name] for name in arms]
@@ -243,7 +239,7 @@ def _shared_needs(
         yield f"{_lists()} are empty: {why}; name a task in one"
     if settings["mix"] == "embedded":
         for parameter, text in tested.items():
-            yield from needs.embedded_tasks(parameter, text)
+            yield from needs.embedded_tasks(parameter, text, "mix = 'embedded'")
         yield from _hardest(settings)
     yield from needs.named(tested)
     yield from own.complaints(settings, tested)

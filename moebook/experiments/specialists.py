@@ -39,12 +39,6 @@ from moebook.training.batches import Batches
 FORMAT = "deepseek"  # the chat format of the paper's released code
 BETAS = (0.9, 0.95)  # of AdamW, as in that code
 STEPS = 9  # of the short run that `cost` times; the first one, which warms up, is not counted
-USUAL_RATES = {
-    "fft": "lr_fft",
-    "lora": "lr_lora",
-    "token": "lr_esft",
-    "gate": "lr_esft",
-}
 WHAT = {
     "fft": "full fine-tuning: every weight trains",
     "lora": "LoRA on attention, dense layers, shared experts and every routed expert",
@@ -332,7 +326,7 @@ class Specialists:
         grid = rates.grid(self.settings)
         if not grid:
             usual = {
-                name: self.settings[USUAL_RATES[arm.method]]
+                name: self.settings[checks.USUAL_RATES[arm.method]]
                 for name, arm in self.arms.items()
             }
             return Rates(usual)

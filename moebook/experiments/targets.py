@@ -194,6 +194,12 @@ def refuse_unjudged(settings: Settings, target: str, count: int, why: str) -> No
     refuse("E-DATA", f"{where}: {none}: {why}")
 
 
+def own_recipe(settings: Settings) -> dict[str, Any]:
+    """Return how a LoRA on a target's own set is trained: as the shipped bank's, or the paper's."""
+    recipe: dict[str, Any] = dict(rocket.bank.TABLE_12)
+    return recipe | rocket.bank.RECIPE if settings["source"] == "embedded" else recipe
+
+
 def whole(
     settings: Settings,
     model: nn.Module,
@@ -215,10 +221,7 @@ def whole(
         target: part[: len(part) - last][: settings["whole_rows"]]
         for target, part in pool.annotated.items()
     }
-    recipe: dict[str, Any] = dict(rocket.bank.TABLE_12)
-    if settings["source"] == "embedded":
-        recipe |= rocket.bank.RECIPE
-    recipe |= picked(settings, "accumulate optimizer seed")
+    recipe = own_recipe(settings) | picked(settings, "accumulate optimizer seed")
     recipe |= kind(settings, model)
     if not tried:
         return rocket.bank.train(model, tokenizer, own, **recipe), {}

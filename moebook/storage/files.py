@@ -207,13 +207,6 @@ def cells_digest(cells: Iterable[Mapping[str, Any]]) -> str:
     return text_digest("\n".join(statements))
 
 
-def cell_digests(cells: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Hash the statements of each code cell, whatever its tags, empty ones too."""
-    return [
-        cell_digest(cell["source"]) for cell in cells if cell["cell_type"] == "code"
-    ]
-
-
 def cell_digest(text: str) -> str:
     """Hash what one cell does, given as it was written or as IPython keeps it (``In[3]``)."""
     return text_digest("\n".join(_cell_statements(text)))

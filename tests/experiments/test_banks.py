@@ -1,6 +1,6 @@
 """Banks of two kinds: what is trained, what each arm chooses, and what is kept of it."""
 
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -12,20 +12,15 @@ from moebook.lab.evidence import findings
 from moebook.lab.pages import plans
 from moebook.lab.records import Curve, Run, Value
 from moebook.lab.records.store import Pool
-from moebook.lab.run import parameters, sources
 from moebook.methods import rocket
 from moebook.methods.rocket.case import Case
+from tests.experiments import notebooks
 from tests.refusals import refused
 
-NOTEBOOK = sources.find(Path(__file__).resolve().parents[2], "banks")
+NOTEBOOK = notebooks.notebook("banks")
+given = partial(notebooks.given, "banks")
 BANKS = experiments.banks
 NAMES = ["a", "b", "c", "d", "e"]
-
-
-def given(protocol="smoke", **changes):
-    """Return the parameters of the notebook at a protocol, with some changed."""
-    parameters.check(NOTEBOOK.parameters, changes, "-p")
-    return NOTEBOOK.defaults | NOTEBOOK.settings(protocol) | changes
 
 
 CANNOT = {
@@ -40,7 +35,7 @@ CANNOT = {
         "test_split": "fresh",
     },
     "candidates = 6: members lists 4; take 4": {"candidates": 6},
-    "bank_rows = 32: a LoRA's only step is that of the warm-up": {"bank_rows": 32},
+    "bank_rows = 32 and bank_epochs = 1: a LoRA of the bank has": {"bank_rows": 32},
     "members lists 'sumz': .* did you mean 'sums'": {"members": "sumz,gcd,kinship"},
     "experts .N. is 4, expected 1 to 3": {"experts": 4},
 }

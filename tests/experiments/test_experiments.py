@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,20 +16,14 @@ from moebook import experiments, lists, models
 from moebook.experiments import experiment as module
 from moebook.experiments import rates
 from moebook.lab.pages import plans
-from moebook.lab.run import parameters, sources, study
+from moebook.lab.run import study
 from moebook.methods import pesc
+from tests.experiments import notebooks
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOK = sources.find(ROOT, "pesc")
-
-
-def given(protocol="smoke", **changes):
-    """Return the parameters of PESC's notebook at a protocol, with some changed."""
-    # Rates are read again here, wherever the parameters come from.
-    declared = {name: value for name, value in changes.items() if name != "rates"}
-    parameters.check(NOTEBOOK.parameters, declared, "-p")
-    return NOTEBOOK.defaults | NOTEBOOK.settings(protocol) | changes
+NOTEBOOK = notebooks.notebook("pesc")
+given = partial(notebooks.given, "pesc")
 
 
 CANNOT = {
@@ -49,7 +44,7 @@ CANNOT = {
         "experts": 256,
         "adapter_width": 8192,
     },
-    r"tasks lists 'gcd2': mix = 'embedded' trains .* did you mean 'gcd'": {
+    r"tasks lists 'gcd2': mix = 'embedded' takes .* did you mean 'gcd'": {
         "tasks": "gcd2"
     },
     "tasks lists ' isa'": {"tasks": "gcd, isa"},

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,25 +12,12 @@ import torch
 from moebook import experiments, models
 from moebook.lab.pages import plans
 from moebook.lab.planning.trainings import TRAINED
-from moebook.lab.run import parameters, sources
 from moebook.methods import rocket
+from tests.experiments.notebooks import given, notebook
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ("esft", "rocket", "rivals", "together", "banks")
-
-
-@cache
-def notebook(name):
-    return sources.find(ROOT, name)
-
-
-def given(name, protocol="smoke", **changes):
-    """Return the parameters of a notebook at a protocol, with some changed."""
-    # Rates are read again here, wherever the parameters come from.
-    declared = {one: value for one, value in changes.items() if one != "rates"}
-    parameters.check(notebook(name).parameters, declared, "-p")
-    return notebook(name).defaults | notebook(name).settings(protocol) | changes
 
 
 CANNOT = [
@@ -432,6 +419,7 @@ def test_an_arm_that_is_trained_again_alone_has_its_rate_chosen_as_the_others_ha
     run = SimpleNamespace(record=lambda *_: None)
     best = budgets.Budgets.choose_rates(experiment, run)
     assert best.by_arm == {"full": 0.001, "lora": 0.001}
+    experiment.run = partial(budgets.Budgets.run, experiment)
     budgets.Budgets.run_again(experiment, "lora", best)
     assert trained[-1] == ("lora", 0.001)
 

@@ -10,9 +10,10 @@ import pytest
 from moebook import data, experiments, models
 from moebook.data import tasks
 from moebook.experiments import needs
-from moebook.lab.run import parameters, sources
+from moebook.lab.run import sources
 from moebook.methods import rocket
 from tests.book import own
+from tests.experiments.notebooks import given
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,12 +45,6 @@ def file(tmp_path):
 
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def given(name, **changes):
-    notebook = sources.find(ROOT, name)
-    parameters.check(notebook.parameters, changes, "-p")
-    return notebook.defaults | notebook.settings("smoke") | changes
 
 
 @pytest.mark.parametrize("name", ["pesc", "router_init"])

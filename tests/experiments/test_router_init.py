@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import pandas as pd
 import pytest
@@ -11,21 +11,14 @@ import torch
 from moebook import data, experiments, models, runtime
 from moebook.experiments import experiment as module
 from moebook.lab.pages import plans
-from moebook.lab.run import parameters, sources
 from moebook.methods import upcycling
 from moebook.training import batches, fit
+from tests.experiments import notebooks
 from tests.refusals import refused
 
-NOTEBOOK = sources.find(Path(__file__).resolve().parents[2], "router_init")
+NOTEBOOK = notebooks.notebook("router_init")
+given = partial(notebooks.given, "router_init")
 ROUTER_INIT = experiments.router_init
-
-
-def given(protocol="smoke", **changes):
-    """Return the parameters of the notebook at a protocol, with some changed."""
-    # Rates are read again here, wherever the parameters come from.
-    declared = {name: value for name, value in changes.items() if name != "rates"}
-    parameters.check(NOTEBOOK.parameters, declared, "-p")
-    return NOTEBOOK.defaults | NOTEBOOK.settings(protocol) | changes
 
 
 EMPTY = {"tasks_code": "", "tasks_mathematics": "", "tasks_text": ""}

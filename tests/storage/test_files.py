@@ -2,7 +2,6 @@
 
 import gc
 import json
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -17,6 +16,7 @@ from moebook.errors import Refusal
 from moebook.lab import records
 from moebook.lab.records import Run
 from moebook.storage import files
+from tests.history import commit
 from tests.refusals import refused
 
 CODE = '''"""Say what."""
@@ -196,9 +196,7 @@ def test_what_is_loaded_is_listed_while_others_import(package, monkeypatch):
 def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path):
     assert storage.commit(tmp_path) is None
     storage.write(tmp_path / "notebooks" / "01_toy.ipynb", "{}")
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-    for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "toy")):
-        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    commit(tmp_path)
     found = storage.commit(tmp_path)
     assert found is not None
     assert (len(found["id"]), found["dirty"]) == (40, False)
@@ -215,9 +213,7 @@ def test_a_file_at_a_commit_is_the_projects_own_in_a_larger_repository(tmp_path)
     storage.write(project / "notebooks" / "toy.yaml", "ours")
     storage.write(project / "notebooks" / "alone.yaml", "ours alone")
     storage.write(tmp_path / "notebooks" / "toy.yaml", "theirs")
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-    for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "toy")):
-        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    commit(tmp_path)
     known = storage.commit(project)
     held = {
         "toy.yaml": "ours",

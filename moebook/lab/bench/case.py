@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 import timeit
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +43,14 @@ class Product(NamedTuple):
     def flops(self) -> int:
         """A multiplication and an addition for each term."""
         return 2 * self.rows * self.inner * self.columns * self.times
+
+
+Shapes = Counter[tuple[int, int, int]]  # rows, inner width and columns of products
+
+
+def listed(shapes: Shapes) -> list[Product]:
+    """List counted products."""
+    return [Product(*shape, times) for shape, times in shapes.items()]
 
 
 def expert_step(slots: int, trained: int, width: int, expert: int) -> list[Product]:

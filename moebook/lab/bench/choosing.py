@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -18,7 +17,16 @@ from moebook import models
 from moebook.data import IGNORED, encode, padded, tasks
 from moebook.errors import refuse
 from moebook.kernels.similarity import duplicates, nearest_rows
-from moebook.lab.bench.case import Case, Product, Run, number_format, peer, size_of
+from moebook.lab.bench.case import (
+    Case,
+    Product,
+    Run,
+    Shapes,
+    listed,
+    number_format,
+    peer,
+    size_of,
+)
 from moebook.methods.rocket import loras, score
 from moebook.methods.rocket.loras import Lora
 
@@ -115,7 +123,7 @@ def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Pro
     last = set()
     for end in ends:
         last.update(end.modules())
-    shapes: Counter[tuple[int, int, int]] = Counter()
+    shapes = Shapes()
     for path, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
@@ -131,7 +139,7 @@ def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Pro
         if path.endswith(TARGETS):
             shapes[rows, width, rank] += 1
             shapes[rows, rank, out] += 1
-    return [Product(*shape, times) for shape, times in shapes.items()]
+    return listed(shapes)
 
 
 def _unit(rng: np.random.Generator, rows: int, width: int) -> Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from moebook import models, runtime
 from moebook import nn as mnn
 from moebook.data import draw, encode, tasks
 from moebook.kernels import Routing
-from moebook.lab.bench.case import Case, Product, Run, dense, peer, size_of
+from moebook.lab.bench.case import Case, Run, Shapes, dense, listed, peer, size_of
 from moebook.lab.bench.timing import Contender
 from moebook.methods import pesc
 from moebook.models.anatomy import anatomy
@@ -165,21 +164,13 @@ class LoopedAdapters(nn.Module):
         return y
 
 
-Shapes = Counter[tuple[int, int, int]]  # rows, inner width and columns of products
-
-
-def listed(shapes: Shapes) -> list[Product]:
-    """List counted products."""
-    return [Product(*shape, times) for shape, times in shapes.items()]
-
-
 def step_products(model: nn.Module, batch: Batch) -> Shapes:
     """Count the products of a step: each layer's, its gradients', and none for what is frozen.
 
     A pass tells how many rows each layer reads, and whether their gradient is asked for: that of
     the first layer's queries, keys and values is not.
     """
-    shapes: Shapes = Counter()
+    shapes = Shapes()
 
     def count(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         x = inputs[0]

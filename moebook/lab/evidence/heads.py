@@ -19,16 +19,18 @@ from moebook.lab.evidence.verdicts import quantity
 from moebook.lab.records import store
 from moebook.lab.records.store import Pool
 from moebook.lab.run import sources
-from moebook.lab.run.sources import duration
+from moebook.lab.run.sources import (
+    OTHERS,
+    PRIMARY,
+    ROWS,
+    SEEDS,
+    SMALLEST,
+    SPREAD,
+    duration,
+)
 
 MARK = "Decided before the first run."
 UNDECIDING = "It decides no claim."  # says a study that chooses rates for others
-PRIMARY = sources.PRIMARY
-SMALLEST = sources.SMALLEST
-SEEDS = sources.SEEDS
-SPREAD = sources.SPREAD
-ROWS = sources.ROWS
-OTHERS = sources.OTHERS
 RUNNING = "Still running"
 DECIDED = (PRIMARY, SMALLEST, SEEDS, SPREAD, ROWS, OTHERS)
 """What the head of a protocol decides before these runs, a line each; the last two if any."""

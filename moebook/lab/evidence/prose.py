@@ -7,8 +7,7 @@ change stands between braces and is filled when the book is built:
 - ``{size of effect}``: the number without sign and interval; ``{percent of effect}`` as per cent,
   where it is a share, a ratio or a number without a unit;
 - ``{value of effect}``, ``{other of effect}``: the two means that are compared;
-- ``{interval of effect}``, ``{seeds of effect}``, ``{least of effect}``: half the interval, the
-  smallest effect that would have been told from zero;
+- ``{interval of effect}``, ``{seeds of effect}``: these alone;
 - ``{paper of effect}``: what the paper prints; ``{status of effect}``: whether a study that named
   the claim before it ran decides it ("planned") or not ("exploratory"): no study is needed to
   decide what is computed, and none has planned a claim that was written after it;
@@ -137,8 +136,6 @@ class Effect:
             return self.number(self.means[1], compared=False)
         if aspect == "interval":
             return self.span
-        if aspect == "least" and self.ends:
-            return self.number((self.ends[1] - self.ends[0]) / 2).lstrip("+")
         if aspect == "status":
             return self.status
         if aspect == "seeds":

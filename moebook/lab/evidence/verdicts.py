@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from moebook import storage
 from moebook.errors import refuse
 from moebook.intervals import CONFIDENCE, interval, p_value, visible
 from moebook.lab import papers, records
@@ -440,20 +439,17 @@ def _day(measured: Measurement) -> str:
     return str(measured.pool.last.manifest.get("date", ""))
 
 
-def ledger(
-    folder: Path | None = None, paper: str | None = None, *, live: bool = True
-) -> list[Row]:
-    """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too.
+def ledger(folder: Path, *, live: bool = True) -> list[Row]:
+    """Judge all claims, from a project's runs; if ``live``, its pages' too.
 
     Studies that are still running are left out: nobody looks before all of their seeds are there.
     A claim that says something else than when a run that decides it began is refused (E-CLAIM).
     """
     claims = papers.claims()
-    place = folder or storage.root()
     names = {claim.run for claim in claims}
-    pools = {name: sources.pools(name, place, shown=live) for name in names}
-    deciders = sources.deciders(place)
-    plans = sources.plans(place)
+    pools = {name: sources.pools(name, folder, shown=live) for name in names}
+    deciders = sources.deciders(folder)
+    plans = sources.plans(folder)
     rows = []
     for claim in claims:
         of_claim = deciders.get(claim.id, {})
@@ -463,8 +459,7 @@ def ledger(
         for verdict in one.decided:
             _frozen(verdict)
     sure = set(chance(rows).hochberg)
-    wanted = [one for one in rows if paper in (None, one.claim.paper)]
-    return [_marked(one, sure) for one in wanted]
+    return [_marked(one, sure) for one in rows]
 
 
 def _marked(row: Row, sure: Collection[Decision]) -> Row:

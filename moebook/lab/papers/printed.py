@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn
 
 from pydantic import Field
 
-from moebook.errors import Refusal, refuse, refuse_unknown
+from moebook.errors import located, refuse, refuse_unknown
 from moebook.lab.records import UNITS
-from moebook.settings import settings
+from moebook.settings import settings, tuples
 from moebook.storage import formed, read_json, read_places, read_yaml, text_digest
 from moebook.storage.files import own
 
@@ -364,9 +364,8 @@ def _read_claims(path: Path, paper: str) -> tuple[Claim, ...]:
     by_id: dict[str, Claim] = {}
     for place, entry in zip(places, entries, strict=True):
         try:
-            claim = Claim(**_tuples(entry))
-        except Refusal as refusal:
-            refuse("E-FORMAT", f"{place}: {refusal.message}")
+            with located(place, "E-FORMAT"):
+                claim = Claim(**tuples(entry))
         except TypeError:
             refuse("E-FORMAT", f"{place}: expected a claim, found {entry!r}")
         named = re.fullmatch(rf"{paper}\.[a-z0-9-]+", claim.id)
@@ -384,12 +383,3 @@ def _read_claims(path: Path, paper: str) -> tuple[Claim, ...]:
             message = f"{paper}/{path.name}: {claim.id} names '{other}';"
             refuse_unknown(other, by_id, "E-FORMAT", message)
     return tuple(by_id.values())
-
-
-def _tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn the lists of an entry into tuples, as a `Claim` has them."""
-    fields = {**entry}
-    for name, value in fields.items():
-        if isinstance(value, list):
-            fields[name] = tuple(value)
-    return fields

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,17 +91,12 @@ def _bases(given: Given) -> Arms:
     yield "all parameters", methods.full(), {"steps": steps}
 
 
-def _pesc(given: Given) -> Arms:
+def _of_arms(arms: Mapping[str, experiments.Arm], given: Given) -> Arms:
+    """Plan arms as their notebook makes and trains them, and each of its tries of a rate."""
     tries = len(experiments.rates.grid(given)) * given["rate_steps"]
-    for name, arm in experiments.pesc.check(given).items():
-        yield name, methods.of_arm(arm, given), {"steps": given["steps"] + tries}
-
-
-def _router_init(given: Given) -> Arms:
-    tries = len(experiments.rates.grid(given)) * given["rate_steps"]
-    for name, arm in experiments.router_init.check(given).items():
-        steps = arm.recipe(given)["steps"] + tries
-        yield name, methods.of_arm(arm, given), {"steps": steps}
+    for name, arm in experiments.arm.asked(given, arms).items():
+        steps = arm.recipe(given).get("steps", given["steps"])
+        yield name, methods.of_arm(arm, given), {"steps": steps + tries}
 
 
 def _rocket(given: Given) -> Arms:
@@ -125,7 +121,8 @@ def _rocket(given: Given) -> Arms:
             yield name, methods.mixture(single, given["bank_rank"]), own
     # Every run trains a LoRA on each target's own set: the check for leaks is tried by it.
     tried = tries if "expert_lora" in asked else 0
-    recipe = {**_own_recipe(given), "accumulate": given["accumulate"]}
+    recipe = experiments.targets.own_recipe(given)
+    recipe["accumulate"] = given["accumulate"]
     yield "expert_lora", *_loras(recipe, given["whole_rows"], targets * (tried or 1))
     if experiments.rocket.makes_bank(given):
         yield "LoRAs of the bank", *_bank(given, given["bank_rank"])
@@ -139,12 +136,6 @@ def _steps(given: Given, rows: int) -> int:
     """Count the steps of so many passes over so many rows, where ``epochs`` says it."""
     steps_a_pass = -(-rows // given["batch"])
     return int(given["epochs"] * steps_a_pass or given["steps"])
-
-
-def _own_recipe(given: Given) -> dict[str, Any]:
-    """Return how a LoRA on a target's own set is trained: as the shipped bank's, or the paper's."""
-    recipe = dict(rocket.bank.TABLE_12)
-    return recipe | rocket.bank.RECIPE if given["source"] == "embedded" else recipe
 
 
 def _bank(given: Given, rank: int, banks: int = 1) -> tuple[Method, dict[str, Any]]:
@@ -201,7 +192,8 @@ def _rivals(given: Given) -> Arms:
             turns = targets + tries * first
             yield name, methods.mixture(config, 16), {"turns": turns}
         elif name == "expert_lora":
-            recipe = {**_own_recipe(given), "epochs": given["bank_epochs"]}
+            recipe = experiments.targets.own_recipe(given)
+            recipe["epochs"] = given["bank_epochs"]
             yield name, *_loras(recipe, given["whole_rows"], targets)
     if experiments.rocket.makes_bank(given):
         yield "LoRAs of the bank", *_bank(given, 16)
@@ -285,8 +277,8 @@ def _on_one_budget(
 
 TRAINED: dict[str, Callable[[Given], Arms]] = {
     "bases": _bases,
-    "pesc": _pesc,
-    "router_init": _router_init,
+    "pesc": partial(_of_arms, experiments.pesc.ARMS),
+    "router_init": partial(_of_arms, experiments.router_init.ARMS),
     "rocket": _rocket,
     "rivals": _rivals,
     "esft": _esft,

@@ -33,14 +33,6 @@ DOMAINS = {"code", "common_sense", "language", "mathematics", "text", "translati
 Reader = Callable[[Path], Run]  # of a run's file
 # What a value is less: see `Pool.effects`.
 Reference = str | float | tuple[str, ...] | None
-# Smallest first; others are larger.
-BASES = (
-    "nano",
-    "nano-moe",
-    "small",
-    "mid-moe",
-    "smollm2",
-)
 SCALES = {
     "nano": "1 M",
     "nano-moe": "1 M",
@@ -49,6 +41,7 @@ SCALES = {
     "smollm2": "135 M",
 }
 """Base to its scale, by the weights that a token uses; a larger base is a scale of its own."""
+BASES = tuple(SCALES)  # smallest first; others are larger
 SPOKEN = {"nano-moe": "3 M"}
 """Base to how readers meet it, by all of its weights, where that is not its scale."""
 AUTHORS = "the authors' data"  # the scale of what only reads published files
@@ -482,7 +475,8 @@ def pools(
 
     Last, if ``shown``, comes the pool of the one run that its page shows.
     """
-    place = files.part(folder or root(), "results") / notebook
+    folder = folder or root()
+    place = files.part(folder, "results") / notebook
     every: list[Pool] = []
     for path in files.own(place):
         if path.is_dir() and path.name != CLASS:
@@ -497,11 +491,9 @@ def pools(
     return {each.protocol: each for each in every}
 
 
-def live(
-    notebook: str, folder: Path | None = None, read: Reader = read_run
-) -> Pool | None:
+def live(notebook: str, folder: Path, read: Reader = read_run) -> Pool | None:
     """Read the run that the notebook's page shows, as a pool of one; None without one."""
-    place = (folder or root()) / "book" / "notebooks"
+    place = folder / "book" / "notebooks"
     paths = files.own(place, f"[0-9][0-9]_{notebook}.parquet")
     if not paths:
         return None

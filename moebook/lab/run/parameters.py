@@ -60,7 +60,7 @@ class Parameter:
 
         A number is a list of one number, and a list has no blanks around its commas.
         """
-        if self._is_list_of_one(value):
+        if self.lists_numbers and type(value) in (int, float):
             return repr(value)
         if isinstance(value, str) and self._may_list:
             return lists.tight(value)
@@ -71,9 +71,6 @@ class Parameter:
         """Whether it is a text that may list several values."""
         is_one = self.name in _ONE_NAME or self.name.endswith("_folder")
         return self.type is str and not self.choices and not is_one
-
-    def _is_list_of_one(self, value: object) -> bool:
-        return self.lists_numbers and type(value) in (int, float)
 
     def check(self, value: object, where: str) -> None:
         """Refuse a value of the wrong type (E-TYPE) or outside the rule (E-RANGE)."""

@@ -116,11 +116,12 @@ class Request:
     @cached_property
     def store(self) -> Path:
         """Where its executed copy is kept: named by its parameters, cells' statements and lock."""
-        cells = storage.files.cell_digests(
-            storage.read_ipynb(self.notebook.path)["cells"]
-        )
+        cells = storage.read_ipynb(self.notebook.path)["cells"]
+        # Whatever a code cell's tags, and empty ones too.
+        code = [cell["source"] for cell in cells if _is_code(cell)]
+        digests = list(map(storage.files.cell_digest, code))
         lock = storage.digest(storage.part(self.folder, "requirements.lock"))
-        parts = [self.notebook.defaults | self.settings, cells, lock]
+        parts = [self.notebook.defaults | self.settings, digests, lock]
         text = json.dumps(parts, sort_keys=True)
         key = storage.text_digest(text)[:12]
         mine = self.folder / "runs" / "mine"

@@ -43,9 +43,6 @@ CODE = (
     "_config.yml",
     "requirements.lock",
 )
-# At the top of a frozen copy: the hash of its files, as they were exported.
-SEAL = ".seal"
-CHILD = "from moebook.lab.run import study; study.child()"
 # Notebooks whose arms `experiments` knows.
 PLANNED = (
     "pesc",
@@ -56,6 +53,9 @@ PLANNED = (
     "together",
     "banks",
 )
+# At the top of a frozen copy: the hash of its files, as they were exported.
+SEAL = ".seal"
+CHILD = "from moebook.lab.run import study; study.child()"
 LOOK = 5.0  # seconds without a run that ended, after which the cluster's nodes are looked at
 
 
@@ -163,7 +163,7 @@ def study(
         path = add(run, folder)
         return f"{len(run.values)} values in {path.relative_to(folder)}"
 
-    return _run_all(todo, engine, jobs, gpus, folder, into_the_pool) if todo else 0
+    return _run_all(todo, engine, jobs, gpus, folder, into_the_pool)
 
 
 def repeat(
@@ -210,7 +210,7 @@ def repeat(
         if path.is_file():
             told_before = _beside(records.read_run(path), recorded[seed])
             print(f"seed {seed}: {told_before}", flush=True)
-    return _run_all(todo, "local", jobs, 0, folder, beside_the_record) if todo else 0
+    return _run_all(todo, "local", jobs, 0, folder, beside_the_record)
 
 
 def _beside(run: Run, recorded: Mapping[str, Value]) -> str:
@@ -297,6 +297,8 @@ def _run_all(
     take: Callable[[Run], str],
 ) -> int:
     """Execute jobs; ``take`` keeps each run and tells of it in a line; return how many failed."""
+    if not todo:
+        return 0
     copy = freeze(folder)
     failed = 0
     start = time.monotonic()

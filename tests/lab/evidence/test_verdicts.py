@@ -610,7 +610,7 @@ def committed(folder, protocol, *scores, **manifest):
 
 
 def main_claim(folder, live=True):
-    rows = verdicts.ledger(folder, "pesc", live=live)
+    rows = verdicts.ledger(folder, live=live)
     return next(one for one in rows if one.claim.id == MAIN)
 
 

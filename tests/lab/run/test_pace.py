@@ -1,7 +1,6 @@
 """What a notebook says that it will take here; and the record that README and pages read."""
 
 import json
-import subprocess
 from itertools import count
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from moebook import storage
 from moebook.lab.pages import book
 from moebook.lab.records import Run, write_run
 from moebook.lab.run import pace, sources
+from tests.history import commit
 from tests.refusals import refused
 from workshop import times
 
@@ -176,9 +176,7 @@ def quiet(fresh, monkeypatch):
     # It succeeds only in the folder that PYTHONPATH names, and only in a clone.
     place = f'test "$PYTHONPATH" -ef . && ! test . -ef "{fresh}"'
     storage.write(fresh / "place.sh", place)
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-    for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "toy")):
-        subprocess.run(["git", *words], cwd=fresh, check=True)
+    commit(fresh)
     commands = {
         "smoke": "sleep 0.2",
         "test": "sh place.sh",

@@ -23,6 +23,7 @@ from moebook.lab import records
 from moebook.lab.records import Run, store
 from moebook.lab.run import children, study
 from moebook.lab.run.study import Job, side_by_side
+from tests import history
 from tests.refusals import refused
 
 SETTINGS = {"tier": "study", "top_k": 4, "fate": "well"}
@@ -42,10 +43,7 @@ MAIN = "import sys; from moebook.cli import main; sys.exit(main())"
 def commit(folder):
     """Put a project into git: a study runs a commit."""
     (folder / ".gitignore").write_text("__pycache__/\nruns/\n")
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-    for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "toy")):
-        subprocess.run(["git", *words], cwd=folder, check=True)
-    return folder
+    return history.commit(folder)
 
 
 @pytest.fixture(scope="module", autouse=True)
