@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -508,7 +509,14 @@ def _html(frame: pd.DataFrame, **how: Any) -> str:
         if width is not None and pd.api.types.is_string_dtype(kind):
             cells = [_cut(cell, width) for cell in frame.iloc[:, place]]
             shown.isetitem(place, pd.Series(cells, frame.index, dtype=object))
+    names = frame.index.names
+    if None in names or frame.columns.names != [None]:
+        return str(shown.to_html(max_rows=rows, float_format=_decimal, **how))
+    # pandas gives the index's names a row of their own; here each heads its column.
+    how |= {"index_names": False}
     html: str = shown.to_html(max_rows=rows, float_format=_decimal, **how)
+    for name in names:
+        html = html.replace("<th></th>", f"<th>{escape(str(name))}</th>", 1)
     return html
 
 

@@ -179,6 +179,25 @@ def test_columns_are_told_apart_by_their_places(names):
     assert re.findall("<td>(.*?)</td>", html) == ["word", "10,309,015"]
 
 
+@pytest.mark.parametrize(
+    ("frame", "head"),
+    [
+        (pd.DataFrame({"loss": [1]}).rename_axis("step"), ["step", "loss"]),
+        (
+            pd.DataFrame({"a": [1], "b": [2], "loss": [3]}).set_index(["a", "b"]),
+            ["a", "b", "loss"],
+        ),
+        (pd.DataFrame({"loss": [1]}).rename_axis(columns="task"), ["task", "loss"]),
+        (pd.DataFrame({"loss": [1]}).rename_axis("<i>"), ["&lt;i&gt;", "loss"]),
+        (pd.DataFrame({"loss": [1]}), ["", "loss"]),
+    ],
+)
+def test_a_table_has_one_row_of_heads(frame, head):
+    heads = re.findall(r"<thead>(.*?)</thead>", table(frame), re.DOTALL)
+    rows = re.findall(r"<tr.*?>(.*?)</tr>", heads[0], re.DOTALL)
+    assert [re.findall("<th>(.*?)</th>", row) for row in rows] == [head]
+
+
 def test_a_frame_without_lines_is_no_table():
     assert table(pd.DataFrame()) is None
     assert table(pd.DataFrame(columns=["loss"])) is None
