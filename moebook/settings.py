@@ -225,7 +225,10 @@ def _told(
     def call(*args: Any, **values: Any) -> Any:
         by_position = zip(names, args[own:], strict=False)
         for name, value in (*by_position, *values.items()):
-            for part in value if isinstance(value, list | tuple) else [value]:
+            parts = value if isinstance(value, list | tuple) else [value]
+            if int not in {*map(type, parts)}:  # most long ones hold floats
+                continue
+            for part in parts:
                 if type(part) is int and part.bit_length() >= 1024:
                     have = f"{name} has a number of {part.bit_length()} bits"
                     refuse("E-RANGE", f"{have}, expected at most 1023")

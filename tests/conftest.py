@@ -104,9 +104,10 @@ def warmed() -> Iterator[str | None]:
 # What takes longest or waits for processes: each worker begins with a list of its own. Neighbours
 # share something: a warm process, a study, the rendered book, committed pools, a run of the toy.
 FIRST = (
-    "its_values_are_in_the_page findings_are_drawn killed_runs test_sharding test_study.py",
+    "its_values_are_in_the_page there[bases_findings] killed_runs test_sharding test_study.py",
     "test_book.py test_rendering test_own_pages compile_and_fit test_stranger test_editions "
-    "test_pages test_intervals test_prose test_bounds",
+    "findings_are_drawn test_pages test_intervals test_prose test_bounds test_verdicts "
+    "test_findings.py test_heads",
     "test_runner.py test_witness test_bench.py",
 )
 

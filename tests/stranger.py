@@ -50,13 +50,15 @@ class Pool:
             self.published = bool(manifest.get("files")) and not head["rows"]
             seed = head["seed"]
             self.seeds.add(seed)
-            for line in table.to_pylist():
+            short = table.select(["name", "unit", "value"]).to_pylist()
+            for line, items in zip(short, table["items"], strict=True):
                 name = line["name"]
                 if line["value"] is None or date < newest.get((name, seed), ""):
                     continue
                 newest[name, seed] = date
                 self.units[name] = line["unit"]
-                self.numbers[name][seed] = (line["value"], line["items"])
+                each = items.values.to_numpy() if items.is_valid else [line["value"]]
+                self.numbers[name][seed] = (line["value"], each)
 
     @property
     def scale(self):
@@ -78,7 +80,7 @@ class Pool:
             others = [self.numbers.get(name, {}).get(seed) for name in against]
             if None in others:
                 continue
-            lists = [items or [mean]] + [their or [other] for other, their in others]
+            lists = [items] + [their for _, their in others]
             if len({len(each) for each in lists}) == 1:
                 mine, *theirs = np.array(lists)
                 less = np.mean(theirs, axis=0) if theirs else constant

@@ -204,6 +204,8 @@ def decks(tmp_path_factory, ledger, pools):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slides.verdicts, "ledger", lambda *_, **__: ledger)
         patch.setattr(slides.prose.store, "pools", lambda name, *_: pools(name))
+        told = slides.prose.pages(folder, ledger)  # the same for every paper
+        patch.setattr(slides.prose, "pages", lambda *_: told)
         return {
             paper: [*slides.slides(paper, folder)] for paper in slides.papers.PAPERS
         }

@@ -13,6 +13,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from papermill.translators import PythonTranslator
 
 from moebook import storage
+from moebook.lab.records import runs
 from moebook.lab.run import pace, session, sources
 from moebook.lab.run.session import NOTE
 
@@ -165,6 +166,15 @@ def here(recipes, monkeypatch):
     left = []
     monkeypatch.setattr(session, "_leave", lambda _, bundle: left.append(bundle))
     monkeypatch.setattr(pace, "pace", lambda: 200.0)  # which takes a second
+    unpacked = runs._unpacked
+
+    def committed(path, content):
+        """The run that this process may have read already, by its place in the repository."""
+        if path.is_relative_to(recipes):
+            path = REPOSITORY / path.relative_to(recipes)
+        return unpacked(path, content)
+
+    monkeypatch.setattr(runs, "_unpacked", committed)
     monkeypatch.chdir(recipes)
 
     def run(name, settings):

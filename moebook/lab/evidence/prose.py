@@ -34,6 +34,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -153,8 +154,17 @@ class Evidence:
     rows: Sequence[Row] = ()
     home: str = ""  # notebook/protocol of effects that name no pool
 
+    @cached_property
+    def _found(self) -> dict[str, Effect]:
+        return {}
+
     def effect(self, text: str, where: str) -> Effect:
-        """Find an effect, or refuse with the place that names it (E-PROSE)."""
+        """Find an effect, once, or refuse with the place that names it (E-PROSE)."""
+        if text not in self._found:
+            self._found[text] = self._looked_up(text, where)
+        return self._found[text]
+
+    def _looked_up(self, text: str, where: str) -> Effect:
         match = _CLAIMED.fullmatch(text)
         if match:
             return self._claimed(text, match, where)

@@ -19,6 +19,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from statistics import fmean
 from typing import Any
@@ -80,6 +81,7 @@ def title(name: str) -> str:
     return f"Table {name}"
 
 
+@cache
 def stem(name: str) -> str:
     """A name without case, punctuation, parentheses: "ARC-e (Acc.)" is "arce"."""
     plain = re.sub(r"\(.*?\)", "", name).lower().replace("×", "x")
@@ -87,6 +89,7 @@ def stem(name: str) -> str:
     return "average" if plain == "avg" else plain
 
 
+@cache
 def metric(name: str) -> str:
     """What stands in a name's parentheses, as "pass@10", or nothing."""
     inside = re.search(r"\((.*?)\)", name)

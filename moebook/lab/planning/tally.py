@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -25,6 +24,7 @@ class Known(NamedTuple):
     forms: tuple[Form, ...]  # of its results
     several: bool  # whether it returns a tuple
     op: Op
+    place: int | None  # of what it changes and returns, among the tensors that it gets
 
 
 # On meta an op's result follows from the forms of what it gets. Torch works most of them out
@@ -56,24 +56,31 @@ class Tally(TorchDispatchMode):
         asked = _asked(func, args, named)
         known = _KNOWN.get(asked) if asked is not None else None
         if known is not None:
+            self.ops[known.op] += 1
+            if known.place is not None:
+                return _tensors((args, named))[known.place]
             results = tuple(_empty(form) for form in known.forms)
             for tensor in results:
                 self._hold(tensor)
-            self.ops[known.op] += 1
             return results if known.several else results[0]
         result = func(*args, **named)
-        given = _tensors((args, kwargs))
         made = _tensors(result)
         fresh = [self._hold(tensor) for tensor in made]
         if any(fresh) or func._schema.is_mutable:
             count = flop_registry.get(func._overloadpacket, lambda *_, **__: 0)
             flops = count(*args, **named, out_val=result)
+            given = _tensors((args, named))
             moved = sum(tensor.nbytes for tensor in given + made)
             op = (made[0].dtype if made else torch.float32, flops, moved)
             self.ops[op] += 1
+            forms = tuple(map(_form, made))
+            several = not isinstance(result, Tensor)
             if asked is not None and all(fresh) and _plain(result):
-                several = not isinstance(result, Tensor)
-                _KNOWN[asked] = Known(tuple(map(_form, made)), several, op)
+                _KNOWN[asked] = Known(forms, several, op, None)
+            changed = [number for number, one in enumerate(given) if one is result]
+            # What changes the form of a tensor, too, is asked otherwise from now on.
+            if len(changed) == 1 and asked == _asked(func, args, named) is not None:
+                _KNOWN[asked] = Known(forms, several, op, changed[0])
         return result
 
     def _hold(self, tensor: Tensor) -> bool:
@@ -93,15 +100,22 @@ class Tally(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """List the tensors in what an op gets or makes."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    return [tensor for part in tree for tensor in _tensors(part)]
 
 
 def _asked(func: Any, args: Any, named: dict[str, Any]) -> Hashable | None:
-    """Return an op with the forms of what it gets, or None where its result may be no new tensor.
+    """Return an op with the forms of what it gets, or None where its result may be a view.
 
     Nor is one remembered that is given what has no hash.
     """
-    if not _makes(func):
+    if not _knowable(func):
         return None
     asked = (func, _described(args), _described(tuple(named.items())))
     try:
@@ -112,10 +126,11 @@ def _asked(func: Any, args: Any, named: dict[str, Any]) -> Hashable | None:
 
 
 @cache
-def _makes(func: Any) -> bool:
-    """Whether an op says that it changes nothing and that its results are new."""
+def _knowable(func: Any) -> bool:
+    """Whether an op says that its results are new, or are what it changes."""
     schema = func._schema
-    return not any(part.alias_info for part in (*schema.arguments, *schema.returns))
+    shared = [part.alias_info for part in (*schema.arguments, *schema.returns)]
+    return all(alias is None or alias.is_write for alias in shared)
 
 
 def _described(thing: Any) -> Any:

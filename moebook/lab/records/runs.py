@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import Field
 
@@ -128,7 +129,7 @@ class Value:
             refuse("E-VALUE", f"{given}: {expected}")
         items = self.items or (self.value,)
         mean = math.fsum(items) / len(items)
-        size = math.fsum(map(abs, items)) / len(items)
+        size = sum(map(abs, items)) / len(items)
         # Items are rounded to `DIGITS`: each is off by half of its last digit at most.
         rounding = 10 ** (1 - DIGITS) / 2 * size + 1e-8
         if abs(mean - self.value) > rounding:
@@ -220,10 +221,11 @@ def packed(run: Run) -> bytes:
     lines = [vars(value) for value in run.values]
     for curve in run.curves:
         lines.append({**vars(curve), "items": curve.y})
-    head = _head(run) | {"format": FORMAT, "digest": _digest(run)}
+    table = pa.Table.from_pylist(lines, COLUMNS)
+    head = _head(run) | {"format": FORMAT, "digest": _digest(run, table)}
     content = io.BytesIO()
     with pq.ParquetWriter(content, COLUMNS, **COMPRESSED) as writer:
-        writer.write_table(pa.Table.from_pylist(lines, COLUMNS))
+        writer.write_table(table)
         writer.add_key_value_metadata({HEAD: json.dumps(head)})
     return content.getvalue()
 
@@ -251,7 +253,7 @@ def _unpacked(path: Path, content: bytes) -> Run:
     head, digest = _head_of(table.schema, path)
     with _readable(path):
         run = _from_lines(head, table.to_pylist())
-    if _digest(run) != digest:
+    if _digest(run, table) != digest:
         refuse(
             "E-RUN",
             f"{path} was altered after it was written; bring it back, or run it again",
@@ -372,10 +374,36 @@ def _head(run: Run) -> dict[str, Any]:
     return head
 
 
-def _digest(run: Run) -> str:
-    parts = [_head(run), *map(plain, run.values), *map(plain, run.curves)]
-    text = json.dumps(parts, sort_keys=True, default=dict)
-    return files.text_digest(text)
+def _digest(run: Run, table: pa.Table) -> str:
+    """Hash a run, whose values and curves ``table`` holds, as JSON with sorted keys.
+
+    json writes millions of numbers one by one; Arrow takes half the time.
+    """
+    short = table.select(["name", "unit", "value"]).to_pylist()
+    items = _as_json(table["items"])
+    positions = _as_json(table["x"])
+    parts = [json.dumps(_head(run), sort_keys=True, default=dict)]
+    for line, numbers, x in zip(short, items, positions, strict=True):
+        value = line.pop("value")
+        words = json.dumps(line)[1:-1]
+        if value is None:
+            parts.append(f'{{{words}, "x": [{x}], "y": [{numbers}]}}')
+        else:
+            given = f'"items": [{numbers}], ' if numbers else ""
+            parts.append(f'{{{given}{words}, "value": {json.dumps(value)}}}')
+    return files.text_digest(f"[{', '.join(parts)}]")
+
+
+def _as_json(column: pa.ChunkedArray) -> list[str]:
+    """Write each list of numbers as json does, without its brackets, each number once."""
+    lists = column.combine_chunks()
+    # By its bits, a number of two signs is two.
+    numbers = lists.values.view(pa.int64()).dictionary_encode()
+    distinct = numbers.dictionary.view(pa.float64()).to_pylist()
+    texts = pa.array(json.dumps(distinct)[1:-1].split(", "))
+    written = pa.ListArray.from_arrays(lists.offsets, texts.take(numbers.indices))
+    joined: list[str] = pc.binary_join(written, ", ").to_pylist()
+    return joined
 
 
 def changed(

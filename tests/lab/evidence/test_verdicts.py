@@ -252,9 +252,9 @@ def test_what_a_claim_presupposes_is_frozen_with_it():
     assert other.frozen != presupposing.frozen
 
 
-def test_no_committed_verdict_rests_on_fewer_seeds_than_were_planned():
+def test_no_committed_verdict_rests_on_fewer_seeds_than_were_planned(ledger):
     deciders = sources.deciders(ROOT)
-    for judged in verdicts.ledger(ROOT, live=False):
+    for judged in ledger:
         for verdict in judged.decided:
             measured = verdict.deciding
             planned = deciders.get(judged.claim.id, {}).get(measured.pool.protocol, ())
@@ -265,10 +265,12 @@ def test_no_committed_verdict_rests_on_fewer_seeds_than_were_planned():
     assert crsu == {*range(10, 18)}
 
 
-def test_where_items_are_no_test_rows_the_page_names_the_verdicts_that_hang_on_them():
+def test_where_items_are_no_test_rows_the_page_names_the_verdicts_that_hang_on_them(
+    ledger,
+):
     """What `how_to_read` says of intervals over seeds alone, from the committed runs."""
     otherwise = {}
-    for judged in verdicts.ledger(ROOT, live=False):
+    for judged in ledger:
         for verdict in judged.decided:
             measured = verdict.deciding
             timed = judged.claim.value.endswith("/step_time")

@@ -204,6 +204,22 @@ def test_a_tally_by_hand():
     assert products == {(torch.float32, 210, 4 * 71): 2}
 
 
+def test_what_changes_a_tensor_is_counted_at_every_call_and_returns_that_tensor():
+    left, right, into = (torch.zeros(4, 4, device="meta") for _ in range(3))
+    with Tally([left, right, into]) as tally:
+        for _ in range(3):
+            assert torch.mm(left, right, out=left) is left
+            assert torch.mm(left, right, out=into) is into
+            assert right.add_(into) is right
+            assert left.add_(left) is left
+        turned = torch.zeros(2, 3, device="meta")
+        assert turned.t_().shape == (3, 2)
+        assert turned.t_().shape == (2, 3)
+    counted = Counter(flops for _, flops, _ in tally.ops.elements())
+    assert counted[2 * 4**3] == 6
+    assert counted[0] >= 6
+
+
 def test_a_roofline_takes_the_longer_of_products_and_bytes_by_type():
     ops = {
         (torch.float32, 40, 1): 1,

@@ -117,6 +117,28 @@ def test_writing_and_reading_a_run_keeps_every_bit(path):
     assert records.read_run(path) == bare
 
 
+def test_the_digest_is_that_of_plain_json_whatever_numbers_a_run_has(tmp_path):
+    items = (0.0, -0.0, 3.0, 1e16, 1e-7, 0.1 + 0.2, 3.0)
+    curve = Curve("toy/c", "nats", (1.0, 2.0), (-0.0, 1e300))
+    values = (
+        Value("toy/b", sum(items) / 7, "number", items),
+        Value("toy/a", -0.0, "nats"),
+    )
+    run = replace(RUN, values=values, curves=(curve,))
+    records.write_run(tmp_path / "0.parquet", run)
+    head = json.loads(pq.read_schema(tmp_path / "0.parquet").metadata[b"moebook"])
+    digest = head.pop("digest")
+    del head["format"]
+    parts = [
+        head,
+        {"items": items, "name": "toy/b", "unit": "number", "value": values[0].value},
+    ]
+    parts += [{"name": "toy/a", "unit": "nats", "value": -0.0}, vars(curve)]
+    text = json.dumps(parts, sort_keys=True)
+    assert digest == hashlib.sha256(text.encode()).hexdigest()
+    assert records.read_run(tmp_path / "0.parquet") == run
+
+
 def _head(changes: dict[str, object]) -> Callable[[pa.Table], pa.Table]:
     """An edit of the head: None takes a key away."""
 
