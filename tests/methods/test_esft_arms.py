@@ -16,6 +16,7 @@ from moebook.experiments.esft import Arm
 from moebook.experiments.specialists import cost
 from moebook.methods import esft
 from moebook.models import anatomy, fingerprint
+from tests.experiments.notebooks import given
 from tests.refusals import refused
 
 TRIED = {"gate": [0.1, 0.3], "token": [0.2], "lora": [4, 8], "groups": [2]}
@@ -49,6 +50,22 @@ def test_a_sweep_is_read():
 )
 def test_a_sweep_that_does_not_rise_or_pair_is_refused(name, text, message):
     refused(f"E-RANGE: {message}", arms.sweep, {**SWEPT, name: text})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("ranks", "0,8", r"ranks lists 0: expected numbers in \[1, 512]"),
+        ("ranks", "8,600", "ranks lists 600: expected"),
+        ("thresholds_gate", "0.1,1.5", "thresholds_gate lists 1.5: expected"),
+        ("group_sizes", "1,2", "group_sizes lists 1: expected"),
+        ("thresholds_token", "0.3,0.30000000001", "thresholds_token lists 0.3 twice"),
+    ],
+)
+def test_a_size_that_no_arm_can_have_is_refused_where_parameters_are_read(
+    name, text, message
+):
+    refused(f"E-RANGE: -p: {message}", given, "esft", **{name: text})
 
 
 def test_every_arm_has_a_name_and_none_is_trained_twice():

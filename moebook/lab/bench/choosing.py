@@ -69,14 +69,17 @@ def _by_peft(model: Any, names: dict[str, Lora], items: list[Item], size: int) -
 
 def _nats(model: Any, items: list[Item]) -> Tensor:
     """The mean loss of a token of each answer, ``[B]``."""
-    ids, mask = padded([item["input_ids"] for item in items], fill=0)
+    ids, mask = padded([item["input_ids"] for item in items], fill=0)  # [B, T] each
     labels, _ = padded([item["labels"] for item in items], fill=IGNORED)
     ids = ids.to(model.device)
     mask = mask.to(model.device)
-    targets = labels[:, 1:].to(model.device)
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+
+    # A token's logits are those of the next one.
+    logits = logits[:, :-1]  # [B, T - 1, V]
+    targets = labels[:, 1:].to(model.device)  # [B, T - 1]
     losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    sums = losses.view_as(targets).double().sum(1)
+    sums = losses.view_as(targets).double().sum(1)  # 0 where a label is ignored
     return sums / (targets != IGNORED).sum(1)
 
 

@@ -269,7 +269,7 @@ def alike(readings: Mapping[str, str], pools: Mapping[str, Pool]) -> dict[str, s
 
 
 def intervals(row: Row, several: bool = True) -> list[list[object]]:
-    """A claim's lines of a forest plot, one a scale; with ``several`` papers its id names its."""
+    """A claim's lines of a forest plot, one a scale; ``several`` papers need its whole id."""
     if row.claim.ended:
         return []
     line = row.claim.id if several else row.claim.id.partition(".")[2]

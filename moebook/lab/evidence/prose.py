@@ -34,7 +34,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -153,10 +152,8 @@ class Evidence:
     pools: Mapping[str, Mapping[str, Pool]]  # by notebook and protocol
     rows: Sequence[Row] = ()
     home: str = ""  # notebook/protocol of effects that name no pool
-
-    @cached_property
-    def _found(self) -> dict[str, Effect]:
-        return {}
+    # Effects that were looked up, by their text.
+    _found: dict[str, Effect] = field(default_factory=dict, init=False, repr=False)
 
     def effect(self, text: str, where: str) -> Effect:
         """Find an effect, once, or refuse with the place that names it (E-PROSE)."""

@@ -244,6 +244,7 @@ def _operands(paper: Paper, cell: Cell, rule: Rule) -> list[Any]:
 
 
 def _stated(paper: Paper) -> Iterator[Check]:
+    """Check what sentences of a paper say of its tables, by its ``stated.yaml``."""
     path = folder(paper.name) / "stated.yaml"
     if not path.exists():
         return
