@@ -16,7 +16,7 @@ from moebook.experiments.esft import Arm
 from moebook.experiments.specialists import cost
 from moebook.methods import esft
 from moebook.models import anatomy, fingerprint
-from tests.experiments.notebooks import given
+from tests.experiments import notebooks
 from tests.refusals import refused
 
 TRIED = {"gate": [0.1, 0.3], "token": [0.2], "lora": [4, 8], "groups": [2]}
@@ -65,7 +65,7 @@ def test_a_sweep_that_does_not_rise_or_pair_is_refused(name, text, message):
 def test_a_size_that_no_arm_can_have_is_refused_where_parameters_are_read(
     name, text, message
 ):
-    refused(f"E-RANGE: -p: {message}", given, "esft", **{name: text})
+    refused(f"E-RANGE: -p: {message}", notebooks.given, "esft", **{name: text})
 
 
 def test_every_arm_has_a_name_and_none_is_trained_twice():
